@@ -1,0 +1,117 @@
+"""Every knob, validated, and the only module below the command line that reads the environment.
+
+Values given in code win over ``HEADRACE_*`` variables, which win over the defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import InvalidSetting
+from headrace.units import MIB, parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSettings:
+    """How bytes are moved."""
+
+    num_connections: int = 8
+    """Connections (or file readers) at once, in this process."""
+    read_bytes: int = 8 * MIB
+    """Largest single ranged read, in bytes."""
+    gap_bytes: int = 64 << 10
+    """Unwanted bytes between two wanted ranges that are read and dropped rather than skipped by a new request."""
+    connect_timeout_s: float = 10.0
+    """Longest wait for a connection, TLS included, in seconds."""
+    idle_timeout_s: float = 20.0
+    """Longest wait for the next byte of an answer, in seconds."""
+    total_timeout_s: float = 300.0
+    """Longest time for one attempt at one read, in seconds."""
+    least_rate_bytes_per_s: int = 64 << 10
+    """A body that comes slower than this, over `least_rate_window_s`, is given up and continued on a new connection. 0: never."""
+    least_rate_window_s: float = 15.0
+    """Over how many seconds the least rate is measured."""
+    max_attempts: int = 6
+    """Attempts at one read without a single new byte in between, the first included."""
+    backoff_first_s: float = 0.2
+    """Longest wait before the second attempt; it doubles from there (full jitter)."""
+    backoff_most_s: float = 10.0
+    """Longest wait between two attempts."""
+    hedge_after_s: float = 3.0
+    """A last read that takes longer than this, and much longer than its peers, is asked for a second time. 0: never."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_connections", 1), ("read_bytes", 4096), ("gap_bytes", 0), ("max_attempts", 1)):
+            _check_number(name, getattr(self, name), least, whole=True)
+        for item in fields(self):
+            if item.name.endswith("_s"):
+                _check_number(item.name, getattr(self, item.name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that is not about one call."""
+
+    cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "headrace")
+    """Where side files are mirrored (`HEADRACE_CACHE_DIR`)."""
+    memory_limit_bytes: int | None = None
+    """Most bytes read ahead of the consumer (`HEADRACE_MEMORY_LIMIT`); None chooses."""
+    progress: bool = True
+    """Show progress on standard error (`HEADRACE_PROGRESS`, 0 or 1)."""
+    transport: TransportSettings = field(default_factory=TransportSettings)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:
+        """Return the settings that ``environment`` (default: the process's) and ``given`` ask for; ``None`` in ``given`` means not given.
+
+        ``given`` may name fields of this class and of `TransportSettings`. Raises `InvalidSetting` that lists what is known.
+        """
+        source = os.environ if environment is None else environment
+        own = {item.name for item in fields(cls)} - {"transport"}
+        transport_names = {item.name for item in fields(TransportSettings)}
+        unknown = sorted(set(given) - own - transport_names)
+        if unknown:
+            known = ", ".join(sorted(own | transport_names))
+            raise InvalidSetting(f"Unknown setting {', '.join(unknown)}.", f"Known are: {known}.")
+        values: dict[str, Any] = {}
+        for variable, (name, convert) in _VARIABLES.items():
+            if source.get(variable):
+                values[name] = _converted(variable, source[variable], convert)
+        values.update({name: value for name, value in given.items() if value is not None})
+        transport = {name: values.pop(name) for name in list(values) if name in transport_names}
+        return replace(cls(**values), transport=TransportSettings(**transport))
+
+
+def _check_number(name: str, value: Any, least: float, *, whole: bool = False) -> None:
+    good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not good or value < least:
+        kind = "a whole number" if whole else "a number"
+        raise InvalidSetting(f"{name} is {value!r}.", f"It must be {kind}, at least {least:g}.")
+
+
+def _converted(variable: str, text: str, convert: Any) -> Any:
+    try:
+        return convert(text)
+    except (ValueError, KeyError) as error:
+        raise InvalidSetting(f"{variable} is {text!r}.", f"It cannot be read as {convert.__name__.strip('_')}.") from error
+
+
+def _switch(text: str) -> bool:
+    return {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}[text.lower()]
+
+
+_VARIABLES: dict[str, tuple[str, Any]] = {
+    "HEADRACE_CACHE_DIR": ("cache_dir", lambda text: Path(text).expanduser()),
+    "HEADRACE_MEMORY_LIMIT": ("memory_limit_bytes", parse_bytes),
+    "HEADRACE_PROGRESS": ("progress", _switch),
+    "HEADRACE_CONNECTIONS": ("num_connections", int),
+    "HEADRACE_READ_BYTES": ("read_bytes", parse_bytes),
+    "HEADRACE_CONNECT_TIMEOUT": ("connect_timeout_s", float),
+    "HEADRACE_IDLE_TIMEOUT": ("idle_timeout_s", float),
+    "HEADRACE_TOTAL_TIMEOUT": ("total_timeout_s", float),
+    "HEADRACE_MAX_ATTEMPTS": ("max_attempts", int),
+}
