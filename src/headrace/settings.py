@@ -62,6 +62,12 @@ class Settings:
     """Most bytes read ahead of the consumer (`HEADRACE_MEMORY_LIMIT`); None chooses."""
     progress: bool = True
     """Show progress on standard error (`HEADRACE_PROGRESS`, 0 or 1)."""
+    s3_anonymous: bool = False
+    """Send no credentials to S3 and look for none, for public buckets (`HEADRACE_S3_ANONYMOUS`)."""
+    s3_addressing_style: str | None = None
+    """path, virtual or auto (`HEADRACE_S3_ADDRESSING_STYLE`); None takes the AWS configuration's."""
+    verify_tls: bool = True
+    """Check servers' certificates (`HEADRACE_VERIFY_TLS`)."""
     transport: TransportSettings = field(default_factory=TransportSettings)
 
     @classmethod
@@ -97,7 +103,9 @@ def _converted(variable: str, text: str, convert: Any) -> Any:
     try:
         return convert(text)
     except (ValueError, KeyError) as error:
-        raise InvalidSetting(f"{variable} is {text!r}.", f"It cannot be read as {convert.__name__.strip('_')}.") from error
+        raise InvalidSetting(
+            f"{variable} is {text!r}.", f"It cannot be read as {convert.__name__.strip('_')}."
+        ) from error
 
 
 def _switch(text: str) -> bool:
@@ -108,6 +116,9 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "HEADRACE_CACHE_DIR": ("cache_dir", lambda text: Path(text).expanduser()),
     "HEADRACE_MEMORY_LIMIT": ("memory_limit_bytes", parse_bytes),
     "HEADRACE_PROGRESS": ("progress", _switch),
+    "HEADRACE_S3_ANONYMOUS": ("s3_anonymous", _switch),
+    "HEADRACE_S3_ADDRESSING_STYLE": ("s3_addressing_style", str),
+    "HEADRACE_VERIFY_TLS": ("verify_tls", _switch),
     "HEADRACE_CONNECTIONS": ("num_connections", int),
     "HEADRACE_READ_BYTES": ("read_bytes", parse_bytes),
     "HEADRACE_CONNECT_TIMEOUT": ("connect_timeout_s", float),

@@ -1,0 +1,363 @@
+"""Objects in S3 and in stores that speak its protocol. Lists and reads small pieces through botocore; describes ranged reads, signed one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from headrace.errors import HeadraceError, InvalidUri, ObjectChanged, ObjectNotFound, StorageError, StoreUnavailable
+from headrace.settings import TransportSettings
+from headrace.storage.refusal import Complaint, Place, is_elsewhere, is_expired, judge_complaint, read_complaint
+from headrace.storage.s3_access import S3Access, S3Options, connect_s3
+from headrace.storage.sdk_errors import SDK_EXCEPTIONS, complaint_of, explain_sdk_error, is_own_refusal, no_credentials
+from headrace.storage.signing import sign_headers
+from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
+from headrace.storage.uri import Uri, check_key
+
+_MOST_RECOVERIES = 2  # A new region and new credentials, within one call of the SDK.
+_MOST_BODIES = 3  # The SDK repeats requests, but not bodies that break off.
+_REFRESH_PAUSE_S = 1.0  # All readers meet an expired token at the same moment; one refresh serves them all.
+_MOST_DECODED_BYTES = 1 << 28
+_PAGE_PARTS = {"IsTruncated", "KeyCount", "Contents", "CommonPrefixes"}
+
+
+class S3Store:
+    """The objects below ``uri``'s key in one bucket. Every method may be called from any thread, and in a forked child."""
+
+    def __init__(
+        self,
+        uri: Uri,
+        *,
+        transport: TransportSettings,
+        options: S3Options | None = None,
+        selected_key: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open no connection yet, though the credential chain may. Raises `InvalidSetting`, `AccessDenied` or `InvalidUri`."""
+        if uri.bucket.endswith("--x-s3"):
+            raise InvalidUri(
+                f"{uri} is in a directory bucket.",
+                "S3 Express One Zone has a sign-in of its own, which is not supported.",
+                "Copy the model into a general purpose bucket.",
+            )
+        self._uri = uri
+        self._prefix = f"{uri.key}/" if uri.key else ""
+        self._selected_key = selected_key
+        self._transport = transport
+        self._options = options or S3Options()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._retired: list[S3Access] = []
+        self._refreshed_at = float("-inf")
+        self._refresh_helped = False
+        self._access = connect_s3(uri.bucket, self._options, transport)
+
+    def __repr__(self) -> str:
+        return f"S3Store({str(self._uri)!r}, endpoint={self.endpoint!r})"
+
+    @property
+    def uri(self) -> Uri:
+        """The root of this store."""
+        return self._uri
+
+    @property
+    def selected_key(self) -> str | None:
+        """The single object that the user's uri named, relative to the root; None where it named a folder."""
+        return self._selected_key
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests go, without the bucket's name in a path: ``https://s3.eu-west-1.amazonaws.com`` or ``http://127.0.0.1:8333``."""
+        return self._access.endpoint
+
+    def uri_of(self, key: str) -> str:
+        """Return the full uri of one object, for messages."""
+        return str(self._uri.child(key))
+
+    def list_level(self, folder: str = "") -> Listing:
+        """List one level under ``folder``. Raises `ObjectNotFound` without a bucket, and where the root is an object rather than a folder."""
+        prefix = self._prefix + (f"{check_key(folder)}/" if folder else "")
+        objects: dict[str, StoredObject] = {}
+        folders: set[str] = set()
+        for page in self._pages(prefix, self.uri_of(folder)):
+            for item in page.get("Contents", ()):
+                name, slash, _ = item["Key"].removeprefix(prefix).partition("/")
+                if not _is_listable(item["Key"], prefix, name):
+                    continue
+                if slash:  # The marker of a folder; or the store does not know delimiters.
+                    folders.add(name)
+                else:
+                    objects[name] = StoredObject(name, item["Size"], _version_of(item))
+            for item in page.get("CommonPrefixes", ()):
+                name = item["Prefix"].removeprefix(prefix).partition("/")[0]
+                if _is_listable(item["Prefix"], prefix, name):
+                    folders.add(name)
+        # Some tools mark a folder by an empty object of its name; an empty file that is no folder is one to keep.
+        kept = [item for name, item in objects.items() if item.size_bytes or name not in folders]
+        if not kept and not folders and not folder:
+            self._check_root_is_folder()
+        parent = f"{folder}/" if folder else ""
+        return Listing(
+            tuple(sorted((replace(item, key=parent + item.key) for item in kept), key=lambda item: item.key)),
+            tuple(sorted(parent + name for name in folders)),
+        )
+
+    def stat(self, key: str) -> StoredObject:
+        """Return size and version of one object. Raises `ObjectNotFound`."""
+        answer = self._call("head_object", self._place(key), Key=self._prefix + check_key(key))
+        return StoredObject(key, answer["ContentLength"], _version_of(answer))
+
+    def read_object(self, stored: StoredObject, *, start: int = 0, stop: int | None = None) -> bytes:
+        """Read a small object, or a piece of it, at its pinned version.
+
+        An object that is stored gzip-encoded is decoded when it is read as a whole; a piece of one is refused, since it would be a piece of the
+        encoded bytes. Raises `ObjectChanged` where the pinned version is gone.
+        """
+        arguments = {"Key": self._prefix + check_key(stored.key)}
+        stop = stored.size_bytes if stop is None else stop
+        if stop <= start:
+            return b""
+        place = self._place(stored.key, stored.version)
+        if stored.size_bytes > stop - start:
+            arguments["Range"] = f"bytes={start}-{stop - 1}"
+        if _is_strong(stored.version):
+            arguments["IfMatch"] = stored.version
+        failure: Exception | None = None
+        for _ in range(_MOST_BODIES):
+            answer = self._call("get_object", place, **arguments)
+            try:
+                with contextlib.closing(answer["Body"]) as body:
+                    _check_answer(answer, stored, stop - start, place)
+                    content = body.read()
+            except SDK_EXCEPTIONS as error:
+                failure = error
+                continue
+            if len(content) != stop - start:
+                failure = StorageError(f"{len(content)} of {stop - start} bytes came.")
+                continue
+            return _decode(content, answer.get("ContentEncoding", ""), stored, stop - start, place)
+        raise StoreUnavailable(
+            f"{place.uri} cannot be read.",
+            f"{_MOST_BODIES} answers of {place.endpoint} broke off in the middle.",
+            "Try again; check the network.",
+        ) from failure
+
+    def describe_range(self, stored: StoredObject, start: int, stop: int) -> HttpRange:
+        """Describe one ranged read, signed for now. Raises `AccessDenied` where there are no credentials, or none any more."""
+        access = self._current()
+        path = access.target.encode(self._prefix + check_key(stored.key))
+        headers = [("Range", f"bytes={start}-{stop - 1}"), ("Accept-Encoding", "identity")]
+        if _is_strong(stored.version):
+            headers.append(("If-Match", stored.version))
+        if not self._options.anonymous:
+            headers.extend(self._sign(access, path, stored))
+        return HttpRange(
+            scheme=access.target.scheme,
+            host=access.target.host,
+            port=access.target.port,
+            target=path,
+            headers=tuple(headers),
+            start=start,
+            stop=stop,
+            etag=stored.version or None,
+            ca_file=access.ca_file,
+            verify_tls=self._options.verify_tls,
+        )
+
+    def judge(self, stored: StoredObject, refusal: Refusal) -> Verdict:
+        """Say what a refused ranged read means; learn the bucket's region from it, and fetch new credentials where they have expired."""
+        place = self._place(stored.key, stored.version)
+        complaint = read_complaint(refusal)
+        verdict = judge_complaint(complaint, place, now=self._clock())
+        try:
+            recovered = self._recover(complaint, verdict)
+        except HeadraceError as error:
+            return Verdict(error)
+        if recovered:
+            return replace(verdict, retry=True, wait_s=0.0 if is_elsewhere(complaint) else verdict.wait_s)
+        return replace(verdict, retry=verdict.retry and not verdict.refresh_credentials, refresh_credentials=False)
+
+    def close(self) -> None:
+        """Close the SDK's connections. May be called twice."""
+        with self._lock:
+            retired, self._retired = self._retired, []
+        for access in (*retired, self._access):
+            access.client.close()
+
+    def _pages(self, prefix: str, uri: str) -> Iterator[dict[str, Any]]:
+        """Yield the pages of one level. The SDK asks for url-encoded keys and decodes them, once."""
+        arguments = {"Prefix": prefix, "Delimiter": "/"}
+        place = Place(uri, self.endpoint, anonymous=self._options.anonymous)
+        while True:
+            page = self._call("list_objects_v2", place, **arguments)
+            if not page.keys() & _PAGE_PARTS:  # The SDK takes any XML, a web page for instance, for an empty listing.
+                raise StorageError(
+                    f"{uri} cannot be listed.",
+                    f"{self.endpoint} does not answer as an S3 server does.",
+                    "Check the endpoint.",
+                )
+            yield page
+            token = page.get("NextContinuationToken")
+            if not page.get("IsTruncated") or not token:
+                return
+            if token == arguments.get("ContinuationToken"):
+                raise StorageError(
+                    f"{uri} cannot be listed.",
+                    f"{self.endpoint} gives the same page again and again.",
+                    "Check that the endpoint is an S3 server.",
+                )
+            arguments["ContinuationToken"] = token
+
+    def _check_root_is_folder(self) -> None:
+        """Refuse a uri that names an object, which a listing shows as an empty folder."""
+        if not self._uri.key:
+            return
+        place = Place(str(self._uri), self.endpoint)
+        try:
+            answer = self._call("head_object", place, Key=self._uri.key)
+        except StorageError:
+            return
+        if answer["ContentLength"]:
+            raise ObjectNotFound(
+                f"{self._uri} is an object, not a folder.",
+                "Only names that end in .safetensors are taken as single files.",
+                f"Give the folder that holds it: {self._uri.parent}.",
+            )
+
+    def _call(self, operation: str, place: Place, **arguments: Any) -> dict[str, Any]:
+        """Call the SDK; raise our errors; try again where the refusal told how."""
+        for num_recoveries in range(_MOST_RECOVERIES + 1):
+            access = self._current()
+            try:
+                answer: dict[str, Any] = getattr(access.client, operation)(Bucket=self._uri.bucket, **arguments)
+                return answer
+            except SDK_EXCEPTIONS as error:
+                if not is_own_refusal(error):
+                    raise explain_sdk_error(error, place) from error
+                complaint = complaint_of(error)
+                verdict = judge_complaint(complaint, place, now=self._clock())
+                if num_recoveries == _MOST_RECOVERIES or not self._recover(complaint, verdict):
+                    raise verdict.error from error
+        raise AssertionError("unreachable")
+
+    def _sign(self, access: S3Access, path: str, stored: StoredObject) -> tuple[tuple[str, str], ...]:
+        place = self._place(stored.key)
+        try:
+            credentials = access.freeze_credentials()
+        except SDK_EXCEPTIONS as error:
+            raise explain_sdk_error(error, place) from error
+        if credentials is None:
+            raise no_credentials(place)
+        return sign_headers(access.target, path, credentials)
+
+    def _recover(self, complaint: Complaint, verdict: Verdict) -> bool:
+        """Do what the refusal asks for; say whether the next attempt will be another than the last."""
+        region = complaint.region if is_elsewhere(complaint) else None
+        # A bare 400 may be about the region or about the credentials; where the region is right, it is the latter.
+        if region is not None and (complaint.code or complaint.status != 400 or region != self._access.target.region):
+            return self._move(region)
+        return verdict.refresh_credentials and not self._options.anonymous and self._refresh(is_expired(complaint))
+
+    def _move(self, region: str) -> bool:
+        with self._lock:
+            # Another reader may have moved since the refused request was signed, so the same region again is worth an attempt.
+            if region != self._access.target.region:
+                self._replace_access(region)
+            return True
+
+    def _refresh(self, expired: bool) -> bool:
+        """Run the credential chain anew: files, variables and services may have others now."""
+        with self._lock:
+            if abs(self._clock() - self._refreshed_at) < _REFRESH_PAUSE_S:
+                return self._refresh_helped
+            old = self._access
+            place = Place(str(self._uri), old.endpoint)
+            self._replace_access(old.target.region)
+            try:
+                changed = old.freeze_credentials() != self._access.freeze_credentials()
+            except SDK_EXCEPTIONS as error:
+                raise explain_sdk_error(error, place) from error
+            self._refresh_helped = changed or (expired and not self._access.has_fixed_credentials)
+            self._refreshed_at = self._clock()
+            return self._refresh_helped
+
+    def _replace_access(self, region: str) -> None:
+        """Take everything from a new session. The old one may be in use by other threads and is closed at the end."""
+        new = connect_s3(self._uri.bucket, self._options, self._transport, region)
+        self._retired.append(self._access)
+        self._access = new
+
+    def _current(self) -> S3Access:
+        if os.getpid() != self._process:
+            # A forked child: its lock may have been held at the fork, and its sockets are also the parent's.
+            self._lock = threading.Lock()
+            self._retired = []
+            self._access = connect_s3(self._uri.bucket, self._options, self._transport, self._access.target.region)
+            self._process = os.getpid()
+        return self._access
+
+    def _place(self, key: str, version: str | None = None) -> Place:
+        return Place(self.uri_of(key), self.endpoint, version, self._options.anonymous)
+
+
+def _is_listable(key: str, prefix: str, name: str) -> bool:
+    """Say whether a listed key is one below ``prefix`` that can be asked for: neither the folder's own marker nor a part that leads elsewhere."""
+    return key.startswith(prefix) and name not in ("", ".", "..")
+
+
+def _version_of(item: dict[str, Any]) -> str:
+    """Return the ETag with its quotes, which some stores leave out of listings; empty where there is none."""
+    etag: str = item.get("ETag") or ""
+    return etag if not etag or etag.endswith('"') else f'"{etag}"'
+
+
+def _is_strong(version: str) -> bool:
+    """Say whether If-Match can succeed: it compares strongly, so a weak validator never matches (RFC 9110, 13.1.1)."""
+    return bool(version) and not version.startswith("W/")
+
+
+def _check_answer(answer: dict[str, Any], stored: StoredObject, num_bytes: int, place: Place) -> None:
+    """Refuse an answer to a pinned read that is another version, or not the bytes asked for, before its body is read."""
+    version = _version_of(answer)
+    if version and stored.version and version != stored.version:
+        raise ObjectChanged(
+            f"{place.uri} is not the version that was opened.",
+            f"It was {stored.version} and is {version} now.",
+            "Open the checkpoint again; give each new version a folder of its own.",
+        )
+    if answer.get("ContentLength") != num_bytes:
+        raise StorageError(
+            f"{place.uri} cannot be read.",
+            f"{place.endpoint} answered {answer.get('ContentLength')} bytes where {num_bytes} were asked for.",
+            "Check that the endpoint supports ranged reads.",
+        )
+
+
+def _decode(content: bytes, encoding: str, stored: StoredObject, num_bytes: int, place: Place) -> bytes:
+    encoding = (
+        encoding.replace("aws-chunked", "").strip(" ,").lower()
+    )  # What some uploads leave behind; it says nothing of the stored bytes.
+    if encoding in ("", "identity"):
+        return content
+    refused = StorageError(
+        f"{place.uri} cannot be read.",
+        f"It is stored with Content-Encoding {encoding!r}.",
+        "Upload it again without an encoding.",
+    )
+    if encoding not in ("gzip", "x-gzip") or num_bytes != stored.size_bytes:
+        raise refused
+    decoder = zlib.decompressobj(wbits=31)
+    try:
+        decoded = decoder.decompress(content, _MOST_DECODED_BYTES)
+    except zlib.error as error:
+        raise refused from error
+    if not decoder.eof:
+        raise refused
+    return decoded

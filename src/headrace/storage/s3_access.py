@@ -1,0 +1,153 @@
+"""How the objects of one S3 bucket are reached: botocore's client, endpoint, credentials and certificates, taken from one session.
+
+Everything that the AWS SDK reads is honoured, because the SDK reads it: variables, profiles, config files, SSO, web identity, container and instance
+roles; endpoints, regions, addressing styles, certificate bundles. What it finds serves the SDK's own calls and the ranged reads alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import botocore
+import botocore.session
+from botocore.config import Config
+from botocore.httpsession import get_cert_path
+
+from headrace.errors import InvalidSetting
+from headrace.settings import TransportSettings
+from headrace.storage.refusal import Place
+from headrace.storage.sdk_errors import SDK_EXCEPTIONS, explain_sdk_error
+from headrace.storage.signing import S3Target, find_target
+
+_FALLBACK_REGION = "us-east-1"
+# The SDK waits up to 20 s before each further attempt, and its commonest reason is an endpoint that is wrong.
+_MOST_SDK_ATTEMPTS = 4
+_STYLES = ("auto", "path", "virtual")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Options:
+    """What the AWS SDK's own configuration does not say, or shall not say."""
+
+    anonymous: bool = False
+    """Send no credentials and look for none: for public buckets."""
+    addressing_style: str | None = None
+    """``path``, ``virtual`` or ``auto`` (path for endpoints of one's own); None takes ``s3.addressing_style`` of the AWS configuration."""
+    verify_tls: bool = True
+    """Check the server's certificate."""
+    new_session: Callable[[], Any] = field(default=botocore.session.Session, repr=False)
+    """Makes the botocore session that all is taken from; called again where new credentials are needed."""
+
+    def __post_init__(self) -> None:
+        if self.addressing_style is not None and self.addressing_style not in _STYLES:
+            raise InvalidSetting(
+                f"addressing_style is {self.addressing_style!r}.", f"It must be one of {', '.join(_STYLES)}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class S3Access:
+    """One consistent view of it all; replaced as a whole when the region or the credentials change.
+
+    ``credentials`` are botocore's, which refresh themselves where they can; None without any. ``ca_file`` is for TLS; None over plain HTTP.
+    """
+
+    client: Any = field(repr=False)
+    target: S3Target
+    endpoint: str
+    credentials: Any = field(repr=False)
+    ca_file: str | None
+
+    @property
+    def has_fixed_credentials(self) -> bool:
+        """Whether fetching the credentials again is bound to give the same ones."""
+        return self.credentials is None or self.credentials.method in ("env", "explicit")
+
+    def freeze_credentials(self) -> Any:
+        """Return the credentials of this moment, refreshed if they are about to end; None without any. May raise the SDK's errors."""
+        return None if self.credentials is None else self.credentials.get_frozen_credentials()
+
+
+def connect_s3(bucket: str, options: S3Options, transport: TransportSettings, region: str | None = None) -> S3Access:
+    """Return the access to ``bucket``; without ``region`` in the configured one, or in us-east-1, from which S3 points to the right one.
+
+    Opens no connection of its own; the credential chain may. Raises `InvalidSetting` for an AWS configuration that cannot work and `AccessDenied`
+    where the credential chain fails.
+    """
+    try:
+        session = options.new_session()
+        region = region or session.get_config_variable("region") or _FALLBACK_REGION
+        ca_file = _find_ca_file(session)
+        arguments = {"region_name": region, "verify": ca_file if options.verify_tls else False}
+        client = session.create_client("s3", config=_make_config(options, transport, options.anonymous), **arguments)
+        locator = session.create_client("s3", config=_make_config(options, transport, True), **arguments)
+        with contextlib.closing(locator):
+            target = find_target(_locate(locator, bucket), region)
+        credentials = None if options.anonymous else session.get_credentials()
+    except SDK_EXCEPTIONS as error:
+        raise explain_sdk_error(error, Place(f"s3://{bucket}", "the AWS SDK")) from error
+    endpoint = f"{target.scheme}://{target.authority}{target.path.removesuffix(f'/{bucket}')}"
+    return S3Access(client, target, endpoint, credentials, ca_file if target.scheme == "https" else None)
+
+
+class _Located(Exception):
+    """Carries a url out of the SDK before anything is sent."""
+
+
+def _locate(client: Any, bucket: str) -> str:
+    """Return the url at which the SDK would ask for the object ``k``: its rules for base paths, styles, dual stack, FIPS and partitions are many.
+
+    A presigned url would not do: for most regions those go to the global host, which redirects.
+    """
+
+    def stop(request: Any, **_: Any) -> None:
+        raise _Located(request.url)
+
+    client.meta.events.register_first("request-created.s3.GetObject", stop)
+    try:
+        client.get_object(Bucket=bucket, Key="k")
+    except _Located as located:
+        return str(located.args[0])
+    raise AssertionError("the SDK made no request")
+
+
+def _make_config(options: S3Options, transport: TransportSettings, anonymous: bool) -> Config:
+    """Return the SDK's configuration; what it does not set comes from the profile. Unsigned clients never ask the credential chain."""
+    return Config(
+        signature_version=botocore.UNSIGNED if anonymous else "s3v4",
+        s3={} if options.addressing_style is None else {"addressing_style": options.addressing_style},
+        # Stores other than Amazon's refuse the checksum headers that newer SDKs add to every request.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        retries={"mode": "standard", "total_max_attempts": min(transport.max_attempts, _MOST_SDK_ATTEMPTS)},
+        connect_timeout=transport.connect_timeout_s,
+        read_timeout=transport.idle_timeout_s,
+        max_pool_connections=max(10, transport.num_connections),
+    )
+
+
+def _find_ca_file(session: Any) -> str:
+    """Return the one certificate bundle for the SDK and for ranged reads, which would otherwise each have their own idea of it.
+
+    In this order: ``AWS_CA_BUNDLE`` or ``ca_bundle`` of the profile, ``SSL_CERT_FILE`` or the system's bundle, the one that comes with the SDK.
+    """
+    configured = session.get_config_variable("ca_bundle")
+    if configured:
+        if not Path(configured).is_file():
+            raise InvalidSetting(
+                f"The certificate bundle {configured} is not a file.",
+                "AWS_CA_BUNDLE, or ca_bundle in the AWS configuration, names it.",
+                "Name a file of certificates in PEM form.",
+            )
+        return str(configured)
+    paths = ssl.get_default_verify_paths()
+    if paths.cafile:
+        return paths.cafile
+    # Debian's OpenSSL looks into a folder, which the SDK cannot; the same certificates lie in one file beside.
+    bundle = Path(paths.capath or "") / "ca-certificates.crt"
+    return str(bundle) if bundle.is_file() else str(get_cert_path(True))
