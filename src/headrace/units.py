@@ -43,7 +43,9 @@ def parse_bytes(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise InvalidSetting(f"{text!r} is not a size.", mend="Write bytes, or a number with KiB, MiB, GiB, KB, MB or GB.")
+        raise InvalidSetting(
+            f"{text!r} is not a size.", mend="Write bytes, or a number with KiB, MiB, GiB, KB, MB or GB."
+        )
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

@@ -28,7 +28,7 @@ _LARGEST_INDEX_BYTES = 200_000_000
 
 
 class Phases(Protocol):
-    """What opening tells about itself: `headrace.streaming.progress.LoadProgress` is one."""
+    """What opening tells about itself: `headrace.progress.LoadProgress` is one."""
 
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Be in ``phase`` for the length of a block."""

@@ -1,0 +1,296 @@
+"""One HTTP/1.1 connection: sends a request, parses the head of the answer, and hands out its body one receive at a time. Knows no objects, no retries.
+
+Requests are formatted and heads are parsed by ``http.client``. Bodies are not read by it: on a timeout its ``readinto`` forgets what it has received, loops
+past deadlines until the buffer is full, and returns short without an error when the body is cut. Here each step is one ``recv_into`` on the caller's memory.
+"""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from headrace.errors import StoreUnavailable
+from headrace.settings import TransportSettings
+from headrace.storage import HttpRange
+from headrace.transport.patience import Patience
+from headrace.transport.stopping import StopSwitch
+from headrace.transport.surroundings import Surroundings
+from headrace.units import KIB
+
+BUFFER_BYTES = 64 * KIB
+"""What a connection buffers. Pieces of at least half of this bypass the buffer; small ones come out of it, so that each needs no system call."""
+
+
+class CutShort(ConnectionError):
+    """The other side closed the connection before the body was complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a connection leads and whom it trusts: connections of one origin are interchangeable."""
+
+    scheme: str
+    host: str
+    port: int
+    ca_file: str | None
+    verify_tls: bool
+
+    @classmethod
+    def of(cls, asked: HttpRange) -> Origin:
+        return cls(asked.scheme, asked.host, asked.port, asked.ca_file, asked.verify_tls)
+
+    @property
+    def host_header(self) -> str:
+        """The Host header's value (RFC 9110, 7.2): the port only where it is not the scheme's own, as signers write it too."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
+
+
+class Inbox:
+    """The receiving half of a connection. It plays the file that ``http.client`` parses heads from, and it knows what lies in its buffer."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.patience: Patience | None = None
+        """The limits of the attempt in progress; set before anything is received."""
+        self.num_received = 0
+        """Bytes received in all, heads included."""
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._stop = 0
+        self._timeout_s = -1.0
+
+    @property
+    def num_buffered(self) -> int:
+        return self._stop - self._start
+
+    def receive(self, room: memoryview) -> int:
+        """Receive once into ``room`` and return how many bytes; 0 is the end of the connection. Raises `TooSlow` or another OSError."""
+        if self._start == self._stop:
+            if 2 * len(room) >= BUFFER_BYTES:
+                return self._receive_from_socket(room)
+            if not self._fill():
+                return 0
+        start = self._start
+        num_bytes = min(self._stop - start, len(room))
+        room[:num_bytes] = self._view[start : start + num_bytes]
+        self._start = start + num_bytes
+        return num_bytes
+
+    def wait_at_most(self, timeout_s: float) -> None:
+        """Let the next steps on the socket block for ``timeout_s`` each."""
+        if timeout_s != self._timeout_s:  # A system call that is needed near a deadline only.
+            self.sock.settimeout(timeout_s)
+            self._timeout_s = timeout_s
+
+    def _receive_from_socket(self, room: memoryview) -> int:
+        patience = self.patience
+        assert patience is not None
+        wait_s = patience.wait_s()
+        self.wait_at_most(wait_s)
+        try:
+            num_bytes = self.sock.recv_into(room)
+        except TimeoutError as error:
+            raise patience.silence(wait_s) from error
+        self.num_received += num_bytes
+        return num_bytes
+
+    def _fill(self) -> int:
+        self._start = self._stop = 0  # In case the next line raises.
+        self._stop = self._receive_from_socket(self._view)
+        return self._stop
+
+    # -- what http.client wants of a socket and of a file
+
+    def makefile(self, mode: str) -> Inbox:
+        return self
+
+    def readline(self, limit: int) -> bytes:
+        line = b""
+        while len(line) < limit and not line.endswith(b"\n"):
+            if self._start == self._stop and not self._fill():
+                break
+            end = self._buffer.find(b"\n", self._start, self._stop) + 1 or self._stop
+            end = min(end, self._start + limit - len(line))
+            line += self._view[self._start : end]
+            self._start = end
+        return line
+
+    def read1(self, size: int) -> bytes:
+        if self._start == self._stop:
+            self._fill()
+        start = self._start
+        self._start = min(self._stop, start + size)
+        return bytes(self._view[start : self._start])
+
+    def read(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size and (more := self.read1(size - len(found))):
+            found += more
+        return found
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        """The end of an answer, not of the connection."""
+
+
+class Answer:
+    """The head of one answer, and its body a step at a time. ``headers`` has lower-case names; a repeated one is joined by commas."""
+
+    def __init__(self, response: http.client.HTTPResponse, inbox: Inbox) -> None:
+        self.status: int = response.status
+        self.reason: str = response.reason
+        headers: dict[str, str] = {}
+        for name, value in response.headers.items():
+            key = name.lower()
+            headers[key] = f"{headers[key]}, {value}" if key in headers else value
+        self.headers: Mapping[str, str] = headers
+        self._chunked = bool(response.chunked)
+        self.num_left: int | None = response.length
+        """Bytes of the body still to come; None where the answer does not say."""
+        self._keeps_alive = not response.will_close
+        self._response = response
+        self._inbox = inbox
+
+    def receive(self, room: memoryview) -> int:
+        """Receive a step of the body into ``room`` and return how many bytes; 0 at its end, which may be an early one."""
+        if self._chunked:
+            found = self._response.read1(len(room))
+            room[: len(found)] = found
+            return len(found)
+        left = self.num_left
+        if left is None:
+            return self._inbox.receive(room)
+        if left < len(room):
+            room = room[:left]
+        num_bytes = self._inbox.receive(room) if left else 0
+        self.num_left = left - num_bytes
+        return num_bytes
+
+    def leaves_connection_usable(self) -> bool:
+        """Say whether the body was taken to its very end and the next request may go over the same connection."""
+        if not self._keeps_alive:
+            return False
+        try:
+            is_over = self._response.read1(1) == b"" if self._chunked else self.num_left == 0
+        except (OSError, http.client.HTTPException):
+            return False
+        return is_over and self._inbox.num_buffered == 0
+
+
+class HttpConnection:
+    """An open connection to ``origin``, used for one request after the other by one thread; `StopSwitch.throw` wakes it."""
+
+    def __init__(self, origin: Origin, sock: socket.socket, switch: StopSwitch) -> None:
+        self.origin = origin
+        self.num_answers = 0
+        self._sock = sock
+        self._switch = switch
+        self._inbox = Inbox(sock)
+        self._num_before_request = 0
+        self.ends = f"port {_local_port(sock)} to {origin.host_header}"
+        """The local port and the other side, for people."""
+
+    @property
+    def went_stale(self) -> bool:
+        """Whether the request met a connection that had served before and brought not a single byte: most likely it had been closed while idle."""
+        return self.num_answers > 0 and self._inbox.num_received == self._num_before_request
+
+    def ask(self, target: str, headers: tuple[tuple[str, str], ...], patience: Patience) -> Answer:
+        """Send a GET and return the head of the answer. Raises OSError and ``http.client.HTTPException``; then the connection is of no more use."""
+        request = format_request(self.origin, target, headers)
+        inbox = self._inbox
+        self._num_before_request = inbox.num_received
+        inbox.patience = patience
+        self._switch.watch(self._sock)
+        wait_s = patience.wait_s()
+        inbox.wait_at_most(wait_s)
+        try:
+            self._sock.sendall(request)
+        except TimeoutError as error:
+            raise patience.silence(wait_s) from error
+        response = http.client.HTTPResponse(cast(Any, inbox), method="GET")
+        response.begin()
+        self.num_answers += 1
+        return Answer(response, inbox)
+
+    def close(self) -> None:
+        """Close the socket. May be called twice."""
+        self._switch.close(self._sock)
+
+
+def open_connection(
+    origin: Origin, settings: TransportSettings, surroundings: Surroundings, switch: StopSwitch, patience: Patience
+) -> HttpConnection:
+    """Connect to ``origin``, TLS included, within the connect timeout. Raises OSError, `StoreUnavailable` for a certificate that is not trusted."""
+    timeout_s = patience.wait_s(settings.connect_timeout_s)
+    context = surroundings.tls.get(origin.ca_file, origin.verify_tls) if origin.scheme == "https" else None
+    started = surroundings.clock()
+    sock = surroundings.connect(origin.host, origin.port, timeout_s, switch)
+    try:
+        switch.watch(sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if context is not None:
+            sock.settimeout(max(0.001, timeout_s - (surroundings.clock() - started)))
+            sock = _secured(sock, context, origin, switch)
+        return HttpConnection(origin, sock, switch)
+    except BaseException:
+        switch.close(sock)
+        raise
+
+
+def _secured(sock: socket.socket, context: ssl.SSLContext, origin: Origin, switch: StopSwitch) -> socket.socket:
+    # The new socket takes the descriptor over, so it is watched before the handshake, which waits for the other side.
+    secured = context.wrap_socket(sock, server_hostname=origin.host, do_handshake_on_connect=False)
+    try:
+        switch.watch(secured)
+        secured.do_handshake()
+    except BaseException as error:
+        switch.close(secured)
+        if isinstance(error, ssl.SSLCertVerificationError):
+            raise StoreUnavailable(
+                f"The certificate of {origin.host_header} is not trusted.",
+                f"{error.verify_message}.",
+                "Give the CA file that signed it (for S3: AWS_CA_BUNDLE), or correct the host name.",
+            ) from error
+        raise
+    return secured
+
+
+def format_request(origin: Origin, target: str, headers: tuple[tuple[str, str], ...]) -> bytes:
+    """Return a GET request, ready to be sent. Raises ValueError for what may not stand in one, without quoting it: it may be a secret."""
+    writer = _Writer(origin.host, origin.port)
+    try:
+        writer.putrequest("GET", target, skip_host=True, skip_accept_encoding=True)
+        writer.putheader("Host", origin.host_header)
+        for name, value in headers:
+            writer.putheader(name, value)
+        writer.endheaders()
+    except (ValueError, http.client.InvalidURL):
+        raise ValueError(
+            "the store described a request whose target or headers hold characters that HTTP forbids"
+        ) from None
+    return writer.formatted
+
+
+class _Writer(http.client.HTTPConnection):
+    """Formats and checks a request, and keeps it instead of sending it."""
+
+    formatted: bytes = b""
+
+    def send(self, data: Any) -> None:
+        self.formatted += data
+
+
+def _local_port(sock: socket.socket) -> int:
+    try:
+        return int(sock.getsockname()[1])
+    except (OSError, IndexError, TypeError):
+        return 0

@@ -1,0 +1,83 @@
+"""Picks the reader for a store, and puts readers to work: a pool for many reads, `fetch` for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace.settings import TransportSettings
+from headrace.storage import ObjectStore, StoredObject
+from headrace.transport.file import FileReader
+from headrace.transport.http import HttpReader
+from headrace.transport.pace import Pace
+from headrace.transport.pool import ReaderPool, heap_scratch
+from headrace.transport.reader import RangeRead, RangeReader
+from headrace.transport.surroundings import Surroundings
+
+
+def is_local(store: ObjectStore) -> bool:
+    """Whether the store's ranges are of files of this machine, and so read with `FileReader`."""
+    return store.uri.scheme == "file"
+
+
+def open_reader(
+    store: ObjectStore,
+    settings: TransportSettings,
+    surroundings: Surroundings | None = None,
+    *,
+    pace: Pace | None = None,
+    on_bytes: Callable[[int], None] | None = None,
+) -> RangeReader:
+    """Return a reader for ``store``; it connects when it first reads. Close it after use.
+
+    ``on_bytes`` is told how many bytes came, in the reader's thread, a few hundred KiB at a time.
+    """
+    surroundings = surroundings or Surroundings()
+    if is_local(store):
+        return FileReader(store, on_bytes=on_bytes, clock=surroundings.clock)
+    return HttpReader(store, settings, surroundings, pace=pace, on_bytes=on_bytes)
+
+
+def open_pool(
+    store: ObjectStore,
+    settings: TransportSettings,
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    scratch: Callable[[int], memoryview] = heap_scratch,
+    surroundings: Surroundings | None = None,
+) -> ReaderPool:
+    """Return a pool of readers for ``store``, which must stay open for as long as the pool. Late reads of remote stores are hedged.
+
+    ``on_bytes`` is called as in `open_reader`, from several threads; what a retry or a hedge brings twice is counted twice.
+    """
+    world = surroundings or Surroundings()
+    pace = Pace(settings.num_connections, world.clock)
+    return ReaderPool(
+        lambda: open_reader(store, settings, world, pace=pace, on_bytes=on_bytes),
+        settings,
+        is_hedged=not is_local(store),
+        scratch=scratch,
+        pace=pace,
+        clock=world.clock,
+    )
+
+
+def fetch(
+    store: ObjectStore,
+    stored: StoredObject,
+    start: int,
+    stop: int,
+    settings: TransportSettings,
+    surroundings: Surroundings | None = None,
+) -> bytes:
+    """Return bytes ``start`` to ``stop`` (half open) of an object at its pinned version, with the retries of any other read.
+
+    For headers and other small pieces: it connects anew each time. Raises what `RangeReader.read` raises.
+    """
+    found = bytearray(stop - start)
+    reader = open_reader(store, settings, surroundings)
+    try:
+        if found:
+            reader.read(RangeRead(stored, start, stop), [memoryview(found)])
+    finally:
+        reader.close()
+    return bytes(found)

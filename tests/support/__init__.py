@@ -1,0 +1,1 @@
+"""What several tests need: servers and stores that misbehave to order."""
