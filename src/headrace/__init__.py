@@ -1,0 +1,60 @@
+"""Headrace streams LLM weights from where they are stored straight into an inference engine, in bounded memory, without a local copy."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.checkpoint import Checkpoint, Entry
+    from headrace.engines import load_model
+    from headrace.errors import HeadraceError
+    from headrace.progress import LoadProgress
+    from headrace.settings import Settings, TransportSettings
+    from headrace.storage import Uri, is_object_uri, parse_uri
+    from headrace.streaming import LoadReport, TensorStream, load_state_dict, open, stream
+
+__all__ = [
+    "Checkpoint",
+    "Entry",
+    "HeadraceError",
+    "LoadProgress",
+    "LoadReport",
+    "Settings",
+    "TensorStream",
+    "TransportSettings",
+    "Uri",
+    "is_object_uri",
+    "load_model",
+    "load_state_dict",
+    "open",
+    "parse_uri",
+    "stream",
+]
+
+# Names are imported when they are first used: importing torch takes two seconds, which a --help or a server's open port need not wait for.
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "Entry": "checkpoint",
+    "HeadraceError": "errors",
+    "LoadProgress": "progress",
+    "LoadReport": "streaming",
+    "Settings": "settings",
+    "TensorStream": "streaming",
+    "TransportSettings": "settings",
+    "Uri": "storage",
+    "is_object_uri": "storage",
+    "load_model": "engines",
+    "load_state_dict": "streaming",
+    "open": "streaming",
+    "parse_uri": "storage",
+    "stream": "streaming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"headrace.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,129 @@
+"""Which class of Transformers builds the model that a checkpoint's config.json names. Reads side files only."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto import modeling_auto
+
+from headrace.errors import UnknownArchitecture
+
+_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_MAPPING",
+)
+"""Where a class is looked for by its configuration, most specific first, when config.json names no architecture that exists."""
+
+
+def load_config(
+    folder: Path, *, source: str, trust_remote_code: bool, options: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the configuration in ``folder``, changed by those ``options`` that are fields of it, and the other options.
+
+    Raises `UnknownArchitecture` where there is no config.json, or one of a type that neither Transformers nor trusted code of the checkpoint knows.
+    """
+    if not (folder / "config.json").is_file():
+        raise UnknownArchitecture(
+            f"{source} holds no config.json.",
+            "The model's class and sizes are read from it.",
+            "Upload the whole model folder, or stream the tensors alone with headrace.stream.",
+        )
+    try:
+        config, rest = AutoConfig.from_pretrained(
+            folder, return_unused_kwargs=True, trust_remote_code=trust_remote_code, local_files_only=True, **options
+        )
+    except (ValueError, KeyError, OSError) as error:
+        raise UnknownArchitecture(
+            f"The configuration of {source} cannot be used by Transformers {transformers.__version__}.",
+            _first_lines(error),
+            _mend(error, trust_remote_code),
+        ) from error
+    return config, dict(rest)
+
+
+def find_model_class(config: Any, folder: Path, *, source: str, trust_remote_code: bool, auto_class: Any = None) -> Any:
+    """Return the concrete model class for ``config``: of ``auto_class`` (an Auto class or a model class), else of the checkpoint's own code, else by architecture.
+
+    Raises `UnknownArchitecture` with the nearest known name.
+    """
+    if auto_class is not None and not hasattr(auto_class, "_model_mapping"):
+        return auto_class
+    remote = _remote_class(config, folder, auto_class, source=source, trust_remote_code=trust_remote_code)
+    if remote is not None:
+        return remote
+    if auto_class is not None:
+        return _mapped(auto_class._model_mapping, config, source=source)
+    names = list(getattr(config, "architectures", None) or ())
+    for name in names:
+        found = getattr(transformers, name, None)
+        if found is not None and hasattr(found, "from_pretrained"):
+            return found
+    for mapping_name in _MAPPINGS:
+        mapping = getattr(modeling_auto, mapping_name)
+        if type(config) in mapping:
+            return _one_of(mapping[type(config)], names)
+    raise _unknown(names or [type(config).__name__], source)
+
+
+def _mapped(mapping: Any, config: Any, *, source: str) -> Any:
+    if type(config) not in mapping:
+        raise _unknown([type(config).__name__], source)
+    return _one_of(mapping[type(config)], list(getattr(config, "architectures", None) or ()))
+
+
+def _one_of(classes: Any, names: list[str]) -> Any:
+    candidates = classes if isinstance(classes, (list, tuple)) else [classes]
+    return next((candidate for candidate in candidates if candidate.__name__ in names), candidates[0])
+
+
+def _remote_class(config: Any, folder: Path, auto_class: Any, *, source: str, trust_remote_code: bool) -> Any:
+    """Return the class in the checkpoint's own Python code, where config.json has one and the caller trusts it."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    wanted = (
+        [auto_class.__name__]
+        if auto_class is not None
+        else ["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"]
+    )
+    reference = next((auto_map[name] for name in wanted if name in auto_map), None)
+    if reference is None:
+        return None
+    known = any(hasattr(transformers, name) for name in getattr(config, "architectures", None) or ())
+    if not trust_remote_code:
+        if known or type(config) in modeling_auto.MODEL_MAPPING:
+            return None
+        raise UnknownArchitecture(
+            f"{source} brings its own model code ({reference}).",
+            "It is not run unless you say that you trust it.",
+            "Read the code, then pass trust_remote_code=True (--trust-remote-code).",
+        )
+    return get_class_from_dynamic_module(reference, str(folder), local_files_only=True)
+
+
+def _unknown(names: list[str], source: str) -> UnknownArchitecture:
+    near = get_close_matches(
+        names[0], [name for name in dir(transformers) if name.startswith(names[0][:2])], n=1, cutoff=0.6
+    )
+    hint = f" The nearest known name is {near[0]}." if near else ""
+    return UnknownArchitecture(
+        f"{source} is a {', '.join(names)}.",
+        f"Transformers {transformers.__version__} has no class of that name.{hint}",
+        "Install a Transformers version that has it, or correct architectures in config.json.",
+    )
+
+
+def _first_lines(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 500 else f"{text[:500]} ..."
+
+
+def _mend(error: Exception, trust_remote_code: bool) -> str:
+    if "trust_remote_code" in str(error) and not trust_remote_code:
+        return "Read the code that the checkpoint brings, then pass trust_remote_code=True (--trust-remote-code)."
+    return "Install a Transformers version that knows this model type, or correct config.json."

@@ -1,0 +1,17 @@
+"""The public way to a model; imports the engine only when one is asked for, since that takes seconds and needs an extra."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.streaming import Source
+
+
+def load_model(source: Source, **options: Any) -> Any:
+    """Load the model at ``source`` with Transformers, its weights streamed; see `headrace.engines.transformers.load_model` for the keywords.
+
+    Raises `MissingDependency` where Transformers is not installed.
+    """
+    from headrace.engines.transformers import load_model as load
+
+    return load(source, **options)

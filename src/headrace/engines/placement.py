@@ -1,0 +1,100 @@
+"""Where each stored tensor goes in a model, known before the first weight byte, and the ledger that is checked after the last. Pure; knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+from headrace.checkpoint import Entry
+from headrace.errors import PlacementError
+
+_MOST_NAMES = 12
+"""Names that one line of an error lists; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The outcome of planning one model over one checkpoint."""
+
+    order: tuple[Entry, ...]
+    """The entries that the model takes, in the order in which it takes them."""
+    targets: Mapping[str, str]
+    """Entry name → the parameter or buffer that it fills, or helps to fill."""
+    ignored: tuple[str, ...] = ()
+    """Entries that the model's class declares it does not need; they are never requested."""
+    unexpected: tuple[str, ...] = ()
+    """Entries that no parameter wants."""
+    missing: tuple[str, ...] = ()
+    """Parameters and persistent buffers that no entry fills and that are not tied to one that is filled."""
+    doubled: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameter → the several entries that would each fill all of it."""
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Parameter → (stored shape, the model's shape)."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Parameter → why the conversion that makes it does not work on these shapes."""
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.unexpected or self.doubled or self.mismatched or self.failed)
+
+
+def check_placement(placement: Placement, *, source: str, model_class: str, tolerate_mismatch: bool = False) -> None:
+    """Raise one `PlacementError` that lists everything that does not fit, each list with what its names most resemble on the other side."""
+    lines: list[str] = []
+    if placement.missing:
+        lines.append(f"missing ({len(placement.missing)}): {_with_hints(placement.missing, placement.unexpected)}")
+    if placement.unexpected:
+        lines.append(
+            f"unexpected ({len(placement.unexpected)}): {_with_hints(placement.unexpected, placement.missing)}"
+        )
+    if placement.doubled:
+        doubled = [f"{name} from {' and '.join(names)}" for name, names in placement.doubled.items()]
+        lines.append(f"doubled ({len(doubled)}): {_listed(doubled)}")
+    if placement.mismatched and not tolerate_mismatch:
+        pairs = [
+            f"{name} is stored as {list(stored)}, the model wants {list(wanted)}"
+            for name, (stored, wanted) in placement.mismatched.items()
+        ]
+        lines.append(f"mismatched ({len(pairs)}): {_listed(pairs)}")
+    if placement.failed:
+        lines.append(
+            f"not convertible ({len(placement.failed)}): {_listed([f'{name}: {why}' for name, why in placement.failed.items()])}"
+        )
+    if not lines:
+        return
+    raise PlacementError(
+        f"{source} does not fit {model_class}. No weight byte was read.",
+        "\n".join(["In the checkpoint's and the model's names:", *lines]),
+        "Check config.json against the weights (headrace inspect lists them), or pass strict=False to let the class initialise what is missing.",
+    )
+
+
+def check_ledger(*, taken: Iterable[str], placement: Placement, unfilled: Sequence[str], source: str) -> None:
+    """Raise `PlacementError` where the load did not do what was placed: an entry not taken, or a parameter that is still without memory."""
+    left = sorted({entry.name for entry in placement.order} - set(taken))
+    lines = []
+    if left:
+        lines.append(f"not taken ({len(left)}): {_listed(left)}")
+    if unfilled:
+        lines.append(f"not filled ({len(unfilled)}): {_listed(unfilled)}")
+    if lines:
+        raise PlacementError(
+            f"The load of {source} ended with an account that does not add up.",
+            "\n".join(lines),
+            "This is a fault of Headrace or of the installed Transformers version; please report it with this message.",
+        )
+
+
+def _with_hints(names: Sequence[str], others: Sequence[str]) -> str:
+    hinted = []
+    for name in names[:_MOST_NAMES]:
+        near = get_close_matches(name, others[:2000], n=1, cutoff=0.75)
+        hinted.append(f"{name} (near {near[0]})" if near else name)
+    return _listed(hinted, total=len(names))
+
+
+def _listed(names: Sequence[str], *, total: int | None = None) -> str:
+    count = len(names) if total is None else total
+    shown = ", ".join(names[:_MOST_NAMES])
+    return shown if count <= _MOST_NAMES else f"{shown} and {count - _MOST_NAMES} more"

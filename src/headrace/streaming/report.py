@@ -1,0 +1,65 @@
+"""What a load did: bytes, requests, seconds. A value, its JSON and its table; measures nothing itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+from headrace.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """The account of one load. All sizes in bytes, all times in seconds."""
+
+    uri: str
+    snapshot_id: str
+    load_format: str = "headrace"
+    num_files: int
+    num_tensors: int
+    """Tensors that were handed out."""
+    bytes_checkpoint: int
+    """Tensor bytes that the checkpoint holds."""
+    bytes_wanted: int
+    """Tensor bytes that were asked for."""
+    bytes_read: int
+    """Body bytes that arrived: wanted, gaps, and what a retry or a hedge brought twice."""
+    num_requests: int
+    num_retries: int
+    num_hedges: int = 0
+    num_connections: int
+    seconds: float
+    """From the first byte of the plan to the last tensor handed out."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds per phase, in order: opening, side files, planning, weights, finishing."""
+    peak_staging_bytes: int
+    """Most memory that was allocated for tensors not yet handed out."""
+
+    @property
+    def bytes_skipped(self) -> int:
+        """Tensor bytes of the checkpoint that nobody asked for."""
+        return self.bytes_checkpoint - self.bytes_wanted
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        return self.bytes_wanted / 1e9 / self.seconds if self.seconds > 0 else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all figures under their names, JSON-ready."""
+        return {**asdict(self), "bytes_skipped": self.bytes_skipped, "gigabytes_per_s": round(self.gigabytes_per_s, 4)}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return what a person wants to read: label and value, in order."""
+        phases = " · ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.phases.items())
+        rows = [
+            ("checkpoint", f"{self.uri} (snapshot {self.snapshot_id}, {self.num_files} files)"),
+            ("tensors", f"{self.num_tensors} handed out"),
+            ("wanted", f"{format_bytes(self.bytes_wanted)} of {format_bytes(self.bytes_checkpoint)}"),
+            ("read", f"{format_bytes(self.bytes_read)} in {self.num_requests} requests, {self.num_retries} retried"),
+            (
+                "speed",
+                f"{self.gigabytes_per_s:.2f} GB/s over {self.num_connections} connections, {format_seconds(self.seconds)}",
+            ),
+            ("staging", f"{format_bytes(self.peak_staging_bytes)} at most"),
+            ("phases", phases),
+        ]
+        return [row for row in rows if row[1]]

@@ -1,0 +1,39 @@
+"""Which entries of a checkpoint are wanted, decided by name before any weight byte is asked for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from headrace.checkpoint import Entry
+from headrace.errors import InvalidSetting
+
+Wanted = str | Iterable[str] | Callable[[str], bool] | None
+"""A glob, several globs (any may match), or a predicate on the name; None where nothing was said."""
+
+
+def select_entries(entries: Mapping[str, Entry], *, include: Wanted = None, exclude: Wanted = None) -> list[Entry]:
+    """Return the entries whose name ``include`` matches (default: all) and ``exclude`` does not (default: none), in their order.
+
+    Raises `InvalidSetting` where nothing is left of a checkpoint that holds something, since that is a typing error more often than a wish.
+    """
+    wanted = _predicate(include, default=True)
+    unwanted = _predicate(exclude, default=False)
+    chosen = [entry for name, entry in entries.items() if wanted(name) and not unwanted(name)]
+    if entries and not chosen:
+        example = next(iter(entries))
+        raise InvalidSetting(
+            "No tensor is left to load.",
+            f"None of {len(entries)} names passes include={include!r}, exclude={exclude!r}; one of them is {example!r}.",
+            "Globs match the whole name: write *.weight, not weight.",
+        )
+    return chosen
+
+
+def _predicate(wanted: Wanted, *, default: bool) -> Callable[[str], bool]:
+    if wanted is None:
+        return lambda _: default
+    if callable(wanted):
+        return wanted
+    globs = [wanted] if isinstance(wanted, str) else list(wanted)
+    return lambda name: any(fnmatchcase(name, glob) for glob in globs)

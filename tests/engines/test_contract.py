@@ -1,0 +1,94 @@
+"""The private names of Transformers that we use. A new release that changes one fails here, with its name, and not in somebody's load."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, core_model_loading, modeling_utils
+from transformers.models.auto import modeling_auto
+
+from headrace.engines.conversion import LazyValue, synchronous_loading
+
+
+def parameters_of(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+def test_the_conversion_takes_a_model_a_state_dict_and_a_configuration() -> None:
+    assert parameters_of(core_model_loading.convert_and_load_state_dict_in_model)[:3] == [
+        "model",
+        "state_dict",
+        "load_config",
+    ]
+
+
+def test_renaming_takes_what_we_pass() -> None:
+    assert parameters_of(core_model_loading.rename_source_key)[:5] == [
+        "source_key",
+        "weight_renamings",
+        "weight_converters",
+        "base_model_prefix",
+        "meta_state_dict",
+    ]
+
+
+def test_the_class_fills_its_meta_model_in_one_overridable_step() -> None:
+    assert parameters_of(PreTrainedModel._load_pretrained_model) == [
+        "model",
+        "state_dict",
+        "checkpoint_files",
+        "load_config",
+        "expected_keys",
+    ]
+    assert "cls._load_pretrained_model(" in inspect.getsource(PreTrainedModel.from_pretrained.__func__)
+    assert "model = cls(config" in inspect.getsource(PreTrainedModel.from_pretrained.__func__)
+
+
+def test_the_loading_configuration_has_our_fields() -> None:
+    assert {"weight_mapping", "device_map", "disk_offload_folder", "hf_quantizer", "dtype"} <= {
+        item.name for item in fields(modeling_utils.LoadStateDictConfig)
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing", "base_model_prefix", "name_or_path"],
+)
+def test_the_model_has_our_attributes(name: str) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1, vocab_size=8)
+        )
+    assert hasattr(model, name) and isinstance(model.all_tied_weights_keys, dict)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+        "MODEL_FOR_CAUSAL_LM_MAPPING",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+        "MODEL_MAPPING",
+    ],
+)
+def test_the_mappings_exist(name: str) -> None:
+    assert len(list(getattr(modeling_auto, name).keys())) > 3
+
+
+def test_synchronous_loading_is_what_the_conversion_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD", raising=False)
+    assert 'is_env_variable_true("HF_DEACTIVATE_ASYNC_LOAD")' in inspect.getsource(
+        core_model_loading.convert_and_load_state_dict_in_model
+    )
+    with synchronous_loading():
+        assert modeling_utils.os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in modeling_utils.os.environ
+
+
+def test_a_value_is_asked_for_only_through_what_a_lazy_value_has() -> None:
+    source = inspect.getsource(core_model_loading._materialize_copy)
+    assert "tensor = tensor[...]" in source
+    assert {"dtype", "shape", "get_shape", "get_dtype", "is_floating_point", "__getitem__"} <= set(dir(LazyValue))
