@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import InvalidSetting
-from headrace.units import MIB, parse_bytes
+from headrace.units import MIB, UNLIMITED, parse_bytes, parse_memory_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,12 @@ class Settings:
     cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "headrace")
     """Where side files are mirrored (`HEADRACE_CACHE_DIR`)."""
     memory_limit_bytes: int | None = None
-    """Most bytes read ahead of the consumer (`HEADRACE_MEMORY_LIMIT`); None chooses."""
+    """Most memory for tensors on their way, in bytes, for the node (`HEADRACE_MEMORY_LIMIT`): -1 is unlimited, 0 the smallest that works; None chooses an
+    eighth of what is available, at most 8 GiB. Local ranks divide it."""
+    local_ranks: int = 1
+    """Processes of this node that load at the same time (`LOCAL_WORLD_SIZE`, as torchrun sets it): memory and connections are divided by it."""
+    debug_poison: bool = False
+    """Fill memory that tensors gave back with 0xFF, to find a consumer that reads it after all (`HEADRACE_DEBUG_POISON`)."""
     progress: bool = True
     """Show progress on standard error (`HEADRACE_PROGRESS`, 0 or 1)."""
     s3_anonymous: bool = False
@@ -69,6 +74,16 @@ class Settings:
     verify_tls: bool = True
     """Check servers' certificates (`HEADRACE_VERIFY_TLS`)."""
     transport: TransportSettings = field(default_factory=TransportSettings)
+
+    def __post_init__(self) -> None:
+        if self.memory_limit_bytes is not None:
+            _check_number("memory_limit_bytes", self.memory_limit_bytes, UNLIMITED, whole=True)
+        _check_number("local_ranks", self.local_ranks, 1, whole=True)
+
+    @property
+    def rank_transport(self) -> TransportSettings:
+        """This rank's share of the node's connections, at least one."""
+        return replace(self.transport, num_connections=max(1, self.transport.num_connections // self.local_ranks))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:
@@ -114,8 +129,10 @@ def _switch(text: str) -> bool:
 
 _VARIABLES: dict[str, tuple[str, Any]] = {
     "HEADRACE_CACHE_DIR": ("cache_dir", lambda text: Path(text).expanduser()),
-    "HEADRACE_MEMORY_LIMIT": ("memory_limit_bytes", parse_bytes),
+    "HEADRACE_MEMORY_LIMIT": ("memory_limit_bytes", parse_memory_limit),
     "HEADRACE_PROGRESS": ("progress", _switch),
+    "HEADRACE_DEBUG_POISON": ("debug_poison", _switch),
+    "LOCAL_WORLD_SIZE": ("local_ranks", int),
     "HEADRACE_S3_ANONYMOUS": ("s3_anonymous", _switch),
     "HEADRACE_S3_ADDRESSING_STYLE": ("s3_addressing_style", str),
     "HEADRACE_VERIFY_TLS": ("verify_tls", _switch),

@@ -9,6 +9,8 @@ from headrace.errors import InvalidSetting
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+UNLIMITED = -1
+"""A memory limit that is none."""
 
 _FACTORS = {
     "": 1,
@@ -47,6 +49,11 @@ def parse_bytes(text: str | int) -> int:
             f"{text!r} is not a size.", mend="Write bytes, or a number with KiB, MiB, GiB, KB, MB or GB."
         )
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def parse_memory_limit(text: str | int) -> int:
+    """Return a memory limit in bytes: as `parse_bytes`, and ``-1`` for unlimited (`UNLIMITED`), ``0`` for the smallest that works."""
+    return UNLIMITED if text in (-1, "-1") and not isinstance(text, bool) else parse_bytes(text)
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -20,6 +20,7 @@ from headrace.checkpoint.snapshot import Snapshot
 from headrace.errors import InvalidIndex, NoWeights, ObjectNotFound
 from headrace.settings import Settings
 from headrace.storage import Listing, ObjectStore, StoredObject, Uri, open_store
+from headrace.transport import Surroundings
 from headrace.transport import fetch as fetch_range
 
 _LOG = logging.getLogger("headrace")
@@ -120,7 +121,9 @@ def _select(store: ObjectStore, top: Listing, index: WeightIndex | None, objects
 
 
 def _transport_fetch(settings: Settings) -> Fetch:
+    surroundings = Surroundings()  # one for all: it holds the TLS contexts
+
     def read(store: ObjectStore, stored: StoredObject, start: int, stop: int, /) -> bytes:
-        return fetch_range(store, stored, start, stop, settings.transport)
+        return fetch_range(store, stored, start, stop, settings.transport, surroundings)
 
     return read

@@ -14,7 +14,7 @@ import torch
 from headrace.checkpoint import Checkpoint, Entry
 from headrace.errors import InvalidSetting, MissingDependency, PlacementError
 from headrace.settings import Settings
-from headrace.streaming import LoadProgress, LoadReport, ProgressDisplay, Source, TensorStream
+from headrace.streaming import LoadProgress, LoadReport, ProgressDisplay, Source, StreamOptions, TensorStream
 from headrace.streaming import open as open_source
 
 try:
@@ -248,6 +248,14 @@ class _ModelLoad:
             check_ledger(taken=taken, placement=self._placement, unfilled=unfilled_names(model), source=self._source)
             model.config.name_or_path = self._source
             model.name_or_path = self._source
+
+
+def _stream_options(device_map: Mapping[str, Any] | None) -> StreamOptions:
+    """Return leased memory, pinned for CUDA, where every parameter is copied to another device; memory of its own for each tensor where one may stay."""
+    devices = {torch.device(place) if place != "disk" else None for place in (device_map or {}).values()}
+    if not devices or None in devices or any(device.type == "cpu" for device in devices if device is not None):
+        return StreamOptions()
+    return StreamOptions(ownership="leased", device=next(device for device in devices if device is not None))
 
 
 def _check_options(options: Mapping[str, Any], revision: str | None) -> None:

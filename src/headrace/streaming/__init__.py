@@ -7,7 +7,7 @@ from headrace.streaming.memory import Memory, PrivateMemory, SharedMemory, avail
 from headrace.streaming.plan import Piece, Plan, PlannedRead, plan_reads
 from headrace.streaming.report import LoadReport
 from headrace.streaming.selection import Wanted, select_entries
-from headrace.streaming.stream import TensorStream
+from headrace.streaming.stream import StreamOptions, TensorStream
 from headrace.streaming.tensors import torch_dtype, torch_shape
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "ProgressDisplay",
     "SharedMemory",
     "Source",
+    "StreamOptions",
     "TensorStream",
     "Wanted",
     "available_memory_bytes",

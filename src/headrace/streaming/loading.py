@@ -11,9 +11,11 @@ from headrace.checkpoint import Checkpoint, open_checkpoint
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
 from headrace.streaming.display import ProgressDisplay
+from headrace.streaming.leases import OnBudget
 from headrace.streaming.report import LoadReport
+from headrace.streaming.room import Ownership
 from headrace.streaming.selection import Wanted, select_entries
-from headrace.streaming.stream import TensorStream
+from headrace.streaming.stream import StreamOptions, TensorStream
 
 Source = str | os.PathLike[str] | Checkpoint
 """A uri, a path, or a checkpoint that is open already."""
@@ -34,23 +36,30 @@ def stream(
     *,
     include: Wanted = None,
     exclude: Wanted = None,
+    ownership: Ownership = "owned",
+    on_budget: OnBudget = "promote",
+    device: str | torch.device = "cpu",
     raw: bool = False,
     settings: Settings | None = None,
     progress: LoadProgress | None = None,
 ) -> TensorStream:
     """Return a stream of the tensors of ``source`` in file order; see `TensorStream`. Nothing is read before the first is asked for.
 
-    ``include`` and ``exclude`` take globs or a predicate on names; what they leave out is never requested. With ``raw`` every tensor is flat uint8.
+    ``include`` and ``exclude`` take globs, compiled regular expressions or a predicate on names; what they leave out is never requested. The other keywords are those of
+    `StreamOptions`. Close it, or use it as a context manager.
     """
+    options = StreamOptions(ownership=ownership, on_budget=on_budget, device=device, raw=raw)
     settings = settings or Settings.from_environment()
     progress = progress or LoadProgress()
     checkpoint = open(source, settings=settings, progress=progress)
+    owns = checkpoint is not source
     try:
         entries = select_entries(checkpoint.entries, include=include, exclude=exclude)
-        owns = checkpoint is not source
-        return TensorStream(checkpoint, entries, settings=settings, progress=progress, raw=raw, owns_checkpoint=owns)
+        return TensorStream(
+            checkpoint, entries, options=options, settings=settings, progress=progress, owns_checkpoint=owns
+        )
     except BaseException:
-        if checkpoint is not source:
+        if owns:
             checkpoint.close()
         raise
 
@@ -66,22 +75,30 @@ def load_state_dict(
 ) -> dict[str, torch.Tensor]:
     """Return all tensors of ``source`` by name, in file order, each of which owns its memory.
 
-    On the CPU the bytes arrive where they stay: no copy is made. For another ``device`` each tensor is copied there as it arrives, and host memory stays
-    within the read-ahead budget plus the largest tensor. ``on_report`` is given the account of the load.
+    On the CPU the bytes arrive where they stay: no copy is made. For another ``device`` each tensor is copied there as it arrives, through leased memory (pinned for CUDA):
+    host memory stays within the memory limit, and the largest tensor twice where that is more. ``on_report`` is given the account of the load.
     """
     settings = settings or Settings.from_environment()
     progress = LoadProgress()
     target = torch.device(device)
+    ownership: Ownership = "owned" if target.type == "cpu" else "leased"
     with ProgressDisplay(progress, enabled=settings.progress):
-        tensors = stream(source, include=include, exclude=exclude, settings=settings, progress=progress)
-        try:
-            with progress.during("weights"):
-                loaded: dict[str, torch.Tensor] = {}
-                for name, tensor in tensors:
-                    loaded[name] = tensor.to(target)
-                    del tensor  # else it would be held while the next is awaited
-        finally:
-            tensors.close()
+        tensors = stream(
+            source,
+            include=include,
+            exclude=exclude,
+            ownership=ownership,
+            device=target,
+            settings=settings,
+            progress=progress,
+        )
+        with tensors, progress.during("weights"):
+            loaded: dict[str, torch.Tensor] = {}
+            for name, tensor in tensors:
+                loaded[name] = tensor.to(target, non_blocking=target.type == "cuda")  # leases are fenced
+                del tensor  # else it would be held while the next is awaited
+            if target.type == "cuda":
+                torch.cuda.synchronize(target)
     if on_report is not None:
         on_report(tensors.report)
     return loaded

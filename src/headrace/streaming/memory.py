@@ -124,15 +124,21 @@ def default_memory_limit(available_bytes: int) -> int:
     return max(64 * MIB, min(available_bytes // 8, 8 * GIB))
 
 
+def private_mapping(num_bytes: int) -> mmap.mmap:
+    """Map ``num_bytes`` of zeros that only this process sees. Raises OSError.
+
+    MAP_PRIVATE, since Python's default would be shared with a forked child. The kernel joins neighbouring mappings, so that their number stays small.
+    """
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 def _fresh(num_bytes: int) -> Bytes:
     # A mapping of its own, and not malloc: what is freed goes back at once, whichever thread allocated it. (Malloc keeps pieces of up to 32 MiB in its arenas.)
-    # MAP_PRIVATE, since Python's default would be shared with a forked child. The kernel joins neighbouring mappings, so that their number stays small.
     try:
-        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return np.frombuffer(private_mapping(num_bytes), dtype=np.uint8)
     except OSError:  # too many mappings (vm.max_map_count)
         array: Bytes = torch.empty(num_bytes, dtype=torch.uint8).numpy()
         return array
-    return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

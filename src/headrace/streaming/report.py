@@ -14,6 +14,7 @@ class LoadReport:
     uri: str
     snapshot_id: str
     load_format: str = "headrace"
+    ownership: str = "owned"
     num_files: int
     num_tensors: int
     """Tensors that were handed out."""
@@ -32,7 +33,10 @@ class LoadReport:
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds per phase, in order: opening, side files, planning, weights, finishing."""
     peak_staging_bytes: int
-    """Most memory that was allocated for tensors not yet handed out."""
+    """Most memory that was in use at one time for tensors not yet handed out (owned), or not yet dropped (leased)."""
+    num_promotions: int = 0
+    """How often memory was allocated beyond the limit because the consumer kept tensors."""
+    promoted_bytes: int = 0
 
     @property
     def bytes_skipped(self) -> int:
@@ -59,7 +63,10 @@ class LoadReport:
                 "speed",
                 f"{self.gigabytes_per_s:.2f} GB/s over {self.num_connections} connections, {format_seconds(self.seconds)}",
             ),
-            ("staging", f"{format_bytes(self.peak_staging_bytes)} at most"),
+            ("staging", f"{format_bytes(self.peak_staging_bytes)} at most, {self.ownership}{self._promotions()}"),
             ("phases", phases),
         ]
         return [row for row in rows if row[1]]
+
+    def _promotions(self) -> str:
+        return f", {format_bytes(self.promoted_bytes)} beyond the limit for kept tensors" if self.num_promotions else ""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from headrace.checkpoint import Entry
 from headrace.errors import InvalidSetting
 
-Wanted = str | Iterable[str] | Callable[[str], bool] | None
-"""A glob, several globs (any may match), or a predicate on the name; None where nothing was said."""
+Pattern = str | re.Pattern[str]
+"""A glob that matches the whole name, or a compiled regular expression that is found anywhere in it."""
+Wanted = Pattern | Iterable[Pattern] | Callable[[str], bool] | None
+"""A pattern, several (any may match), or a predicate on the name; None where nothing was said."""
 
 
 def select_entries(entries: Mapping[str, Entry], *, include: Wanted = None, exclude: Wanted = None) -> list[Entry]:
@@ -35,5 +38,16 @@ def _predicate(wanted: Wanted, *, default: bool) -> Callable[[str], bool]:
         return lambda _: default
     if callable(wanted):
         return wanted
-    globs = [wanted] if isinstance(wanted, str) else list(wanted)
-    return lambda name: any(fnmatchcase(name, glob) for glob in globs)
+    patterns = [wanted] if isinstance(wanted, (str, re.Pattern)) else list(wanted)
+    for pattern in patterns:
+        if not isinstance(pattern, (str, re.Pattern)):
+            raise InvalidSetting(
+                f"{pattern!r} is not a pattern.", "It must be a glob or a compiled regular expression."
+            )
+    return lambda name: any(_matches(pattern, name) for pattern in patterns)
+
+
+def _matches(pattern: Pattern, name: str) -> bool:
+    if isinstance(pattern, str):
+        return fnmatchcase(name, pattern)
+    return pattern.search(name) is not None

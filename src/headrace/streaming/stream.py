@@ -7,6 +7,7 @@ queue and is exempt from the budget, so that no order of consumption can deadloc
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +17,26 @@ from typing import Protocol
 import torch
 
 from headrace.checkpoint import Checkpoint, Entry
-from headrace.errors import Cancelled, StreamClosed, StreamError
+from headrace.errors import Cancelled, InvalidSetting, StreamClosed, StreamError
 from headrace.progress import LoadProgress
 from headrace.settings import Settings, TransportSettings
 from headrace.storage import ObjectStore
-from headrace.streaming.memory import Memory, PrivateMemory, available_memory_bytes, default_memory_limit
+from headrace.streaming.leases import OnBudget
+from headrace.streaming.memory import Bytes, PrivateMemory, available_memory_bytes
+from headrace.streaming.pinning import pinning_for
 from headrace.streaming.plan import Plan, PlannedRead, plan_reads
 from headrace.streaming.report import LoadReport
-from headrace.streaming.tensors import Destination, torch_dtype
+from headrace.streaming.room import OwnedRoom, Ownership, Room, leased_room, rank_memory_limit
+from headrace.streaming.tensors import Destination, mark, torch_dtype
 from headrace.transport import RangeRead, ReaderPool, ReadJob, open_pool
+
+logger = logging.getLogger("headrace")
 
 _QUEUED_PER_CONNECTION = 3
 """Reads that wait in the pool for each connection: enough that none idles, few enough that an error or a jump in the queue is quick."""
+_LONGEST_WAIT_FOR_ROOM_S = 0.25
+"""How long a consumer that asks for the next tensor waits for other threads to drop theirs, before the budget is exceeded; halved each time none does."""
+_LOOK_FOR_ROOM_EVERY_S = 0.005
 
 
 class PoolFactory(Protocol):
@@ -38,12 +47,31 @@ class PoolFactory(Protocol):
     ) -> ReaderPool: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """What a stream may be told beside what to read."""
+
+    ownership: Ownership = "owned"
+    """``owned``: each tensor has memory of its own. ``leased``: memory is used again when its tensors are gone, within the memory limit; for consumers that copy.
+    Either way a tensor is valid for as long as anybody holds it."""
+    on_budget: OnBudget = "promote"
+    """Leased, when the consumer keeps tensors: ``promote`` allocates more and warns once, ``error`` raises `BudgetExceeded`."""
+    device: str | torch.device = "cpu"
+    """Where the consumer will copy tensors to: leases are pinned for a CUDA device. The stream's tensors are on the CPU all the same."""
+    raw: bool = False
+    """Hand out flat uint8 tensors."""
+
+    def __post_init__(self) -> None:
+        if self.ownership not in ("owned", "leased"):
+            raise InvalidSetting(f"ownership is {self.ownership!r}.", "It must be owned or leased.")
+        if self.on_budget not in ("promote", "error"):
+            raise InvalidSetting(f"on_budget is {self.on_budget!r}.", "It must be promote or error.")
+
+
 @dataclass(slots=True)
 class _Account:
-    """What the stream has in hand. Guarded by the stream's lock."""
+    """What the stream has done so far. Guarded by the stream's lock."""
 
-    staging_bytes: int = 0
-    peak_staging_bytes: int = 0
     num_taken: int = 0
     bytes_taken: int = 0
     next_read: int = 0
@@ -51,13 +79,30 @@ class _Account:
     submitted: set[int] = field(default_factory=set)
 
 
+class _Patience:
+    """How long one `TensorStream.take` waits for room. It waits only where there is a thread, beside ours, that could drop something."""
+
+    def __init__(self, longest_s: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        others = [
+            one
+            for one in threading.enumerate()
+            if one is not threading.current_thread() and not one.name.startswith("headrace")
+        ]
+        self._end = clock() + (longest_s if others else 0.0)
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._end
+
+
 class TensorStream:
     """Streams ``entries`` of ``checkpoint`` in that order; a context manager and an iterator of ``(name, tensor)``.
 
-    Each tensor is on the CPU, owns its memory (nothing here writes to it or reuses it again), has the stored dtype and shape, and is handed out once. Memory
-    that is allocated for tensors not yet handed out stays within ``settings.memory_limit_bytes`` plus the tensor that is waited for and one read. One consumer thread at a
-    time may iterate; `take` may be called from several. The first error of any read is raised in the consumer. With ``owns_checkpoint`` closing the stream closes
-    the checkpoint too.
+    Each tensor is on the CPU, has the stored dtype and shape, is handed out once, and stays valid for as long as anything refers to its storage: nothing here writes to it
+    before that. Memory that is allocated for tensors not yet handed out (owned), or for all that are not dropped yet (leased), stays within the memory limit plus the
+    tensor that is waited for and one read. One consumer thread at a time may iterate; `take` may be called from several. The first error of any read is raised in the
+    consumer. With ``owns_checkpoint`` closing the stream closes the checkpoint too. ``room`` replaces the memory that ``options`` ask for.
     """
 
     def __init__(
@@ -65,32 +110,30 @@ class TensorStream:
         checkpoint: Checkpoint,
         entries: Sequence[Entry] | None = None,
         *,
+        options: StreamOptions | None = None,
         settings: Settings | None = None,
         progress: LoadProgress | None = None,
-        memory: Memory | None = None,
-        raw: bool = False,
+        room: Room | None = None,
         owns_checkpoint: bool = False,
         pool: PoolFactory = open_pool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.checkpoint = checkpoint
+        self.options = options or StreamOptions()
         self.settings = settings or Settings.from_environment()
         self.progress = progress or LoadProgress()
         chosen = list(checkpoint.entries.values()) if entries is None else list(entries)
-        if not raw:
+        if not self.options.raw:
             for entry in chosen:
                 torch_dtype(entry)  # refuse what cannot be represented before the first byte
-        transport = self.settings.transport
-        self.plan: Plan = plan_reads(chosen, read_bytes=transport.read_bytes, gap_bytes=transport.gap_bytes)
-        limit = self.settings.memory_limit_bytes
-        self.memory_limit_bytes = default_memory_limit(available_memory_bytes()) if limit is None else limit
-        self._raw = raw
+        self._transport = self.settings.rank_transport
+        self.plan: Plan = plan_reads(chosen, read_bytes=self._transport.read_bytes, gap_bytes=self._transport.gap_bytes)
         self._owns_checkpoint = owns_checkpoint
-        self._memory = memory or PrivateMemory()
         self._clock = clock
         self._place_of = {entry.name: place for place, entry in enumerate(self.plan.entries)}
         if len(self._place_of) != len(self.plan.entries):
             raise StreamError("A tensor was asked for twice in one stream.", "Each tensor is handed out once.")
+        self._room = room or _room_for(self.plan.entries, self.options, self.settings)
         self._destinations: dict[int, Destination] = {}
         self._taken: set[int] = set()
         self._account = _Account()
@@ -99,8 +142,8 @@ class TensorStream:
         self._closed = False
         self._started: float | None = None
         self._ended: float | None = None
-        self._pool = pool(checkpoint.store, transport, on_bytes=self._touch)
-        self._num_wanted_bytes_arrived = 0
+        self._longest_wait_s = _LONGEST_WAIT_FOR_ROOM_S
+        self._pool = pool(checkpoint.store, self._transport, on_bytes=self._touch)
         self.progress.bytes_wanted += self.plan.bytes_wanted
 
     # -- the consumer's side
@@ -125,13 +168,15 @@ class TensorStream:
     def take(self, name: str) -> torch.Tensor:
         """Wait for one tensor and hand it out; the stream keeps no reference to it.
 
-        Raises the load's first error, `StreamClosed`, or `StreamError` for a name that is not in the plan or was handed out already.
+        Raises the load's first error, `StreamClosed`, `BudgetExceeded`, or `StreamError` for a name that is not in the plan or was handed out already.
         """
         place = self._place_of.get(name)
         if place is None:
             raise StreamError(
-                f"Tensor {name!r} is not part of this stream.", "Only what was asked for before the first read is read."
+                f"Tensor {name!r} is not part of this stream.",
+                "Only what was asked for before the first read is read.",
             )
+        patience: _Patience | None = None
         with self._changed:
             self._start()
             while True:
@@ -139,15 +184,19 @@ class TensorStream:
                 destination = self._destinations.get(place)
                 if destination is not None and destination.num_reads == 0:
                     break
-                if destination is None or self._has_unsubmitted_read(place):
-                    self._submit_now(place)
+                if destination is None or self._unsubmitted_reads(place):
+                    patience = patience or _Patience(self._longest_wait_s, self._clock)
+                    if self._make_room(place, patience):
+                        self._submit_now(place)
                     continue
                 self._changed.wait()
             del self._destinations[place]
             self._taken.add(place)
             self._note_taken(destination.entry)
             self._pump()
-        return destination.tensor()
+        tensor = destination.tensor()
+        mark(tensor)
+        return tensor
 
     def close(self) -> None:
         """Stop all reads, wait until every reader has acknowledged, and free what was not handed out. May be called twice, from any thread."""
@@ -161,7 +210,7 @@ class TensorStream:
         self._pool.close()
         with self._changed:
             self._destinations.clear()
-            self._account.staging_bytes = 0
+            self._room.close()
         if self._owns_checkpoint:
             self.checkpoint.close()
 
@@ -181,6 +230,7 @@ class TensorStream:
             return LoadReport(
                 uri=str(self.checkpoint.uri),
                 snapshot_id=self.checkpoint.snapshot.id,
+                ownership=self.options.ownership,
                 num_files=len(self.checkpoint.files),
                 num_tensors=account.num_taken,
                 bytes_checkpoint=self.checkpoint.total_bytes,
@@ -189,10 +239,12 @@ class TensorStream:
                 num_requests=counters.num_requests,
                 num_retries=counters.num_retries,
                 num_hedges=counters.num_hedges,
-                num_connections=self.settings.transport.num_connections,
+                num_connections=self._transport.num_connections,
                 seconds=0.0 if started is None else stopped - started,
                 phases=dict(self.progress.phases),
-                peak_staging_bytes=account.peak_staging_bytes,
+                peak_staging_bytes=self._room.peak_bytes,
+                num_promotions=self._room.num_promotions,
+                promoted_bytes=self._room.promoted_bytes,
             )
 
     # -- all below holds the lock, but for `_pieces`
@@ -216,37 +268,66 @@ class TensorStream:
     def _pump(self) -> None:
         """Hand reads to the pool, in order, while the queue and the budget allow."""
         account = self._account
-        most = _QUEUED_PER_CONNECTION * self.settings.transport.num_connections
-        while (
-            account.next_read < len(self.plan.reads)
-            and account.num_in_pool < most
-            and not self._closed
-            and self._error is None
-        ):
+        most = _QUEUED_PER_CONNECTION * self._transport.num_connections
+        while account.next_read < len(self.plan.reads) and account.num_in_pool < most:
+            if self._closed or self._error is not None:
+                return
             index = account.next_read
             if index not in account.submitted:
-                needed = self._bytes_to_allocate(self.plan.reads[index])
-                if needed and account.staging_bytes and account.staging_bytes + needed > self.memory_limit_bytes:
-                    return
+                for place in self._unallocated([index]):
+                    array = self._room.try_allocate(self.plan.entries[place])
+                    if array is None:
+                        return
+                    self._destinations[place] = self._destination(place, array)
                 self._submit(index, first=False)
             account.next_read += 1
 
-    def _submit_now(self, place: int) -> None:
-        """Hand over every read of a tensor that is being waited for, before all others and whatever the budget says."""
-        if place not in self._destinations:
-            self._allocate(place)
-        for index in reversed(self.plan.reads_of[place]):
-            if index not in self._account.submitted:
-                self._submit(index, first=True)
+    def _make_room(self, place: int, patience: _Patience) -> bool:
+        """Allocate what a waited-for tensor and its reads need, beyond the budget if need be; False where the lock was let go and all is to be looked at anew."""
+        for needed in self._unallocated(self._unsubmitted_reads(place), place):
+            entry = self.plan.entries[needed]
+            array = self._room.try_allocate(entry) if entry.size_bytes else None
+            if array is None and entry.size_bytes:
+                if self._room.may_come_back(entry) and not patience.is_over:
+                    self._changed.wait(_LOOK_FOR_ROOM_EVERY_S)
+                    return False
+                array = self._go_beyond(entry)
+            self._destinations[needed] = self._destination(needed, array)
+        return True
 
-    def _has_unsubmitted_read(self, place: int) -> bool:
-        return any(index not in self._account.submitted for index in self.plan.reads_of[place])
+    def _go_beyond(self, entry: Entry) -> Bytes:
+        before = self._room.num_promotions
+        array = self._room.allocate_beyond(entry)
+        if self._room.num_promotions > before:
+            self._longest_wait_s /= 2
+            if before == 0:
+                logger.warning(
+                    "The consumer of %s keeps tensors, so their memory cannot be lent again; more is allocated. "
+                    "Copy each tensor and drop it, or ask for ownership='owned'.",
+                    self.checkpoint.uri,
+                )
+        return array
+
+    def _destination(self, place: int, array: Bytes | None) -> Destination:
+        return Destination(
+            self.plan.entries[place], array, num_reads=len(self.plan.reads_of[place]), raw=self.options.raw
+        )
+
+    def _unsubmitted_reads(self, place: int) -> list[int]:
+        return [index for index in self.plan.reads_of[place] if index not in self._account.submitted]
+
+    def _unallocated(self, reads: Sequence[int], *places: int) -> list[int]:
+        """Return the entries that have no memory yet of ``places`` and of those that ``reads`` write to, in order."""
+        touched = {piece.entry for index in reads for piece in self.plan.reads[index].pieces if piece.entry >= 0}
+        return sorted((touched | set(places)) - self._destinations.keys())
+
+    def _submit_now(self, place: int) -> None:
+        """Hand over every read of a tensor that is being waited for, before all others."""
+        for index in reversed(self._unsubmitted_reads(place)):
+            self._submit(index, first=True)
 
     def _submit(self, index: int, *, first: bool) -> None:
         read = self.plan.reads[index]
-        for piece in read.pieces:
-            if piece.entry >= 0 and piece.entry not in self._destinations:
-                self._allocate(piece.entry)
         self._account.submitted.add(index)
         self._account.num_in_pool += 1
         job = ReadJob(
@@ -256,22 +337,9 @@ class TensorStream:
         )
         self._pool.submit(job, first=first)
 
-    def _allocate(self, place: int) -> None:
-        entry = self.plan.entries[place]
-        self._destinations[place] = Destination(
-            entry, self._memory, num_reads=len(self.plan.reads_of[place]), raw=self._raw
-        )
-        account = self._account
-        account.staging_bytes += entry.size_bytes
-        account.peak_staging_bytes = max(account.peak_staging_bytes, account.staging_bytes)
-
-    def _bytes_to_allocate(self, read: PlannedRead) -> int:
-        fresh = {piece.entry for piece in read.pieces if piece.entry >= 0 and piece.entry not in self._destinations}
-        return sum(self.plan.entries[place].size_bytes for place in fresh)
-
     def _note_taken(self, entry: Entry) -> None:
         account = self._account
-        account.staging_bytes -= entry.size_bytes
+        self._room.handed_out(entry)
         account.num_taken += 1
         account.bytes_taken += entry.size_bytes
         if account.num_taken == len(self.plan.entries):
@@ -301,15 +369,24 @@ class TensorStream:
 
     def _count_in(self, read: PlannedRead) -> None:
         wanted = 0
+        touched = set()
         for piece in read.pieces:
             if piece.entry >= 0:
                 wanted += piece.size_bytes
-                destination = self._destinations.get(piece.entry)
-                if destination is not None:
-                    destination.num_reads -= 1
-        self._num_wanted_bytes_arrived += wanted
+                touched.add(piece.entry)
+        for place in touched:
+            destination = self._destinations.get(place)
+            if destination is not None:
+                destination.num_reads -= 1
         self.progress.arrived(wanted)
 
     def _touch(self, num_bytes: int) -> None:
         """Note that bytes came, from a reader's thread: a load that is slow is not a load that stands."""
         self.progress.changed = self.progress.clock()
+
+
+def _room_for(entries: tuple[Entry, ...], options: StreamOptions, settings: Settings) -> Room:
+    if options.ownership == "leased":
+        return leased_room(entries, settings, on_budget=options.on_budget, pinning=pinning_for(options.device))
+    limit = rank_memory_limit(settings, available_bytes=available_memory_bytes())
+    return OwnedRoom(PrivateMemory(), limit_bytes=limit)

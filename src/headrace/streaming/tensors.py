@@ -6,7 +6,10 @@ import torch
 
 from headrace.checkpoint import DTYPES, Entry
 from headrace.errors import UnsupportedDtype
-from headrace.streaming.memory import Bytes, Memory
+from headrace.streaming.memory import Bytes
+
+STREAMED = "_headrace_streamed"
+"""The attribute by which a consumer knows a streamed tensor. Nothing here needs it."""
 
 
 def torch_dtype(entry: Entry) -> torch.dtype:
@@ -28,15 +31,15 @@ def torch_shape(entry: Entry) -> tuple[int, ...]:
 
 
 class Destination:
-    """The memory of one tensor while its bytes arrive. Holds ``num_reads`` as the number of reads that have yet to come."""
+    """The memory of one tensor while its bytes arrive; ``array`` is None where there are none. Holds as ``num_reads`` how many reads have yet to come."""
 
     __slots__ = ("array", "entry", "num_reads", "raw")
 
-    def __init__(self, entry: Entry, memory: Memory, *, num_reads: int, raw: bool = False) -> None:
+    def __init__(self, entry: Entry, array: Bytes | None, *, num_reads: int, raw: bool = False) -> None:
         self.entry = entry
-        self.raw = raw
+        self.array = array
         self.num_reads = num_reads
-        self.array: Bytes | None = memory.allocate(entry.size_bytes) if entry.size_bytes else None
+        self.raw = raw
 
     def view(self, offset: int, size_bytes: int) -> memoryview:
         """Return the writable bytes from ``offset`` on, for a reader to fill."""
@@ -52,3 +55,9 @@ class Destination:
         if self.array is None:
             return torch.empty(torch_shape(self.entry), dtype=dtype)
         return flat.view(dtype).view(torch_shape(self.entry))
+
+
+def mark(tensor: torch.Tensor) -> None:
+    """Set `STREAMED` on a tensor and on its storage: views lose a tensor's attributes, but share its storage."""
+    setattr(tensor, STREAMED, True)
+    setattr(tensor.untyped_storage(), STREAMED, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from headrace.checkpoint.entry import Entry
@@ -27,6 +29,9 @@ ENTRIES = {name: Entry(name, "U8", (1,), "f", place, place + 1) for place, name 
         (None, "model.*", [3]),
         ("model.*", "*gate_proj*", [0, 2]),
         (lambda name: "10" in name, None, [2]),
+        (re.compile(r"layers\.1\d"), None, [2]),
+        ([re.compile("^lm"), "*.0.mlp.gate.*"], None, [0, 3]),
+        (None, re.compile("gate_proj|head"), [0, 2]),
         (None, lambda name: name.startswith("m"), [3]),
     ],
 )
@@ -43,3 +48,8 @@ def test_selecting_nothing_is_an_error_that_shows_a_name() -> None:
 
 def test_an_empty_checkpoint_gives_an_empty_selection() -> None:
     assert select_entries({}, include="anything") == []
+
+
+def test_what_is_no_pattern_is_refused() -> None:
+    with pytest.raises(InvalidSetting, match="3 is not a pattern"):
+        select_entries(ENTRIES, include=[3])  # type: ignore[list-item]

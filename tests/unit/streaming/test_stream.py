@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
 import weakref
 from collections import deque
@@ -17,10 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint.entry import Entry
-from headrace.errors import Cancelled, ReadFailed, StreamClosed, StreamError, UnsupportedDtype
+from headrace.errors import (
+    BudgetExceeded,
+    Cancelled,
+    InvalidSetting,
+    ReadFailed,
+    StreamClosed,
+    StreamError,
+    UnsupportedDtype,
+)
 from headrace.settings import Settings
 from headrace.storage import StoredObject
-from headrace.streaming.stream import TensorStream
+from headrace.streaming.stream import StreamOptions, TensorStream
 
 FILE = "model.safetensors"
 
@@ -113,7 +122,8 @@ def make(
     limit: int = 1 << 30,
     read_bytes: int = 4096,
     connections: int = 8,
-    **options: Any,
+    options: StreamOptions | None = None,
+    **more: Any,
 ) -> tuple[TensorStream, SteppedPool]:
     entries = [item if isinstance(item, Entry) else None for item in sizes]
     listed: list[Entry] = entries_of(sizes) if entries and entries[0] is None else sizes  # type: ignore[assignment,arg-type]
@@ -122,7 +132,8 @@ def make(
         {}, memory_limit_bytes=limit, read_bytes=read_bytes, gap_bytes=0, num_connections=connections
     )
     checkpoint: Any = FakeCheckpoint({entry.name: entry for entry in listed})
-    return TensorStream(checkpoint, listed, settings=known, pool=lambda *_, **__: pool, **options), pool
+    stream = TensorStream(checkpoint, listed, options=options, settings=known, pool=lambda *_, **__: pool, **more)
+    return stream, pool
 
 
 def serve(pool: SteppedPool, *, error: BaseException | None = None) -> threading.Thread:
@@ -230,7 +241,7 @@ def test_the_first_error_is_raised_and_stays() -> None:
     with pytest.raises(ReadFailed):
         stream.take("t3")
     finish(stream, pool, thread)
-    assert stream._account.staging_bytes == 0 and not stream._destinations
+    assert not stream._destinations
 
 
 def test_closing_wakes_a_waiting_consumer() -> None:
@@ -336,7 +347,7 @@ def test_a_dtype_without_a_torch_type_is_refused_before_any_read_and_raw_bytes_a
     entry = stored("F6_E2M3", (4,), 3)
     with pytest.raises(UnsupportedDtype, match=r"F6_E2M3[\s\S]*raw=True"):
         make([entry])
-    tensor = one(entry, raw=True)
+    tensor = one(entry, options=StreamOptions(raw=True))
     assert tensor.dtype == torch.uint8 and tensor.tolist() == list(content(101, 104))
 
 
@@ -356,3 +367,138 @@ def test_progress_and_report_add_up() -> None:
     )
     assert report.seconds > 0 and report.seconds == stream.report.seconds, "the clock stops with the last tensor"
     assert report.bytes_skipped == 0 and report.to_dict()["num_requests"] == pool.counters.num_requests
+
+
+LEASED = StreamOptions(ownership="leased")
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 10, 4096, 9000, 20000]), min_size=1, max_size=10),
+    st.integers(1, 3),
+    st.sampled_from([0, 5000, 30000, 1 << 20]),
+    st.sampled_from(["all", "none", "every second"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_leased_tensors_are_right_whatever_the_consumer_keeps(
+    sizes: list[int], connections: int, limit: int, keep: str
+) -> None:
+    stream, pool = make(sizes, limit=limit, connections=connections, options=LEASED)
+    by_name = {entry.name: entry for entry in stream.plan.entries}
+    thread = serve(pool)
+    kept: dict[str, torch.Tensor] = {}
+    try:
+        for place, (name, tensor) in enumerate(stream):
+            assert_right(by_name[name], tensor)
+            if keep == "all" or (keep == "every second" and place % 2):
+                kept[name] = tensor
+            del tensor
+    finally:
+        finish(stream, pool, thread)
+    for name, tensor in kept.items():
+        assert_right(by_name[name], tensor)
+
+
+def test_a_consumer_that_copies_stays_within_the_limit() -> None:
+    stream, pool = make([4096] * 40, limit=6 * 4096, options=LEASED)
+    thread = serve(pool)
+    copies = {name: tensor.clone() for name, tensor in stream}
+    finish(stream, pool, thread)
+    report = stream.report
+    assert len(copies) == 40 and report.num_promotions == 0
+    assert report.peak_staging_bytes <= 6 * 4096 and report.ownership == "leased"
+
+
+def test_a_consumer_that_keeps_everything_is_promoted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    stream, pool = make([4096] * 40, limit=6 * 4096, options=LEASED)
+    thread = serve(pool)
+    kept = list(stream)
+    finish(stream, pool, thread)
+    assert stream.report.num_promotions >= 5 and len(kept) == 40
+    assert caplog.text.count("keeps tensors") == 1
+    for entry, (_, tensor) in zip(stream.plan.entries, kept, strict=True):
+        assert_right(entry, tensor)
+
+
+def test_a_consumer_that_keeps_is_an_error_on_request_and_what_it_has_stays_valid() -> None:
+    stream, pool = make([4096] * 40, limit=6 * 4096, options=StreamOptions(ownership="leased", on_budget="error"))
+    thread = serve(pool)
+    kept: list[torch.Tensor] = []
+    with pytest.raises(BudgetExceeded, match=r"still holds .* tensors of .*\(t0, t1, t2, \.\.\.\)"):
+        for _, tensor in stream:
+            kept.append(tensor)
+    finish(stream, pool, thread)
+    for entry, tensor in zip(stream.plan.entries, kept, strict=False):
+        assert_right(entry, tensor)
+
+
+def test_a_limit_that_cannot_hold_a_tensor_is_refused_before_any_read_when_it_must_hold() -> None:
+    strict = StreamOptions(ownership="leased", on_budget="error")
+    with pytest.raises(BudgetExceeded, match=r"too small to lend t1 .*Set memory_limit to at least 100 kB"):
+        make([10, 50000], limit=60000, options=strict)
+    stream, pool = make([10, 50000], limit=0, options=strict)
+    thread = serve(pool)
+    assert [tensor.numel() for _, tensor in stream] == [10, 50000]
+    finish(stream, pool, thread)
+
+
+def test_a_consumer_in_other_threads_gives_room_back() -> None:
+    stream, pool = make([4096] * 60, limit=8 * 4096, options=StreamOptions(ownership="leased", on_budget="error"))
+    thread = serve(pool)
+    work: queue.Queue[Any] = queue.Queue()
+    found: dict[str, bytes] = {}
+
+    def consume() -> None:
+        while (item := work.get()) is not None:
+            name, tensor = item
+            del item
+            found[name] = bytes(tensor.numpy())
+            del tensor
+
+    consumers = [threading.Thread(target=consume) for _ in range(3)]
+    for one_of_them in consumers:
+        one_of_them.start()
+    try:
+        for item in stream:
+            work.put(item)
+            del item
+    finally:
+        for _ in consumers:
+            work.put(None)
+        for one_of_them in consumers:
+            one_of_them.join(10)
+        finish(stream, pool, thread)
+    assert found == {entry.name: content(entry.start, entry.stop) for entry in stream.plan.entries}
+
+
+def test_streamed_tensors_are_marked_and_so_is_their_storage() -> None:
+    """origin B6: a view loses a tensor's attributes, but its storage has them."""
+    tensor = one(stored("F32", (3,), 12))
+    assert tensor._headrace_streamed is True  # type: ignore[attr-defined]
+    assert tensor[1:].untyped_storage()._headrace_streamed is True  # type: ignore[attr-defined]
+    assert not hasattr(torch.empty(3).untyped_storage(), "_headrace_streamed")
+
+
+@pytest.mark.parametrize(("name", "value"), [("ownership", "rented"), ("on_budget", "ignore")])
+def test_options_are_checked(name: str, value: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"{name} is '{value}'"):
+        StreamOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_local_ranks_share_memory_and_connections() -> None:
+    entries = entries_of([4096] * 40)
+    checkpoint: Any = FakeCheckpoint({entry.name: entry for entry in entries})
+    pool = SteppedPool()
+    seen: list[int] = []
+
+    def open_pool(store: Any, transport: Any, *, on_bytes: Any) -> Any:
+        seen.append(transport.num_connections)
+        return pool
+
+    known = Settings.from_environment(
+        {"LOCAL_WORLD_SIZE": "4"}, memory_limit_bytes=40 * 4096, num_connections=8, read_bytes=4096
+    )
+    stream = TensorStream(checkpoint, entries, settings=known, pool=open_pool)
+    thread = serve(pool)
+    list(stream)
+    finish(stream, pool, thread)
+    assert seen == [2] and stream.report.peak_staging_bytes == 10 * 4096

@@ -1,0 +1,168 @@
+"""Room for tensors on their way: memory of their own within a read-ahead budget, or leases. What the stream asks before it allocates; knows no reads."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from headrace.checkpoint import Entry
+from headrace.errors import BudgetExceeded
+from headrace.settings import Settings
+from headrace.streaming.leases import LeasedMemory, LeaseTerms, OnBudget, Pinning
+from headrace.streaming.memory import Bytes, Memory, available_memory_bytes, default_memory_limit
+from headrace.units import UNLIMITED, format_bytes
+
+Ownership = Literal["owned", "leased"]
+
+
+class Room(Protocol):
+    """Gives out memory for entries. The stream's lock guards it."""
+
+    @property
+    def num_promotions(self) -> int:
+        """How often more was allocated because the consumer keeps tensors."""
+
+    @property
+    def promoted_bytes(self) -> int:
+        """How much that was."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that was in use at one time for tensors that the stream still answers for."""
+
+    def try_allocate(self, entry: Entry) -> Bytes | None:
+        """Return memory for ``entry`` within the budget; None where there is no room now."""
+
+    def allocate_beyond(self, entry: Entry) -> Bytes:
+        """Return memory for ``entry``, which is being waited for, whatever the budget says. Raises `BudgetExceeded` where even that has an end."""
+
+    def may_come_back(self, entry: Entry) -> bool:
+        """Whether waiting can make room for ``entry``: somebody holds memory that may return."""
+
+    def handed_out(self, entry: Entry) -> None:
+        """Note that the consumer has the tensor."""
+
+    def close(self) -> None:
+        """Give back what is not in anybody's hands."""
+
+
+class OwnedRoom:
+    """Each tensor gets memory of its own. The budget bounds what is read ahead: allocated and not yet handed out."""
+
+    num_promotions: int = 0
+    promoted_bytes: int = 0
+
+    def __init__(self, memory: Memory, *, limit_bytes: int) -> None:
+        self._memory = memory
+        self._limit_bytes = limit_bytes
+        self._staging_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def try_allocate(self, entry: Entry) -> Bytes | None:
+        if (
+            self._staging_bytes
+            and self._limit_bytes != UNLIMITED
+            and self._staging_bytes + entry.size_bytes > self._limit_bytes
+        ):
+            return None
+        return self.allocate_beyond(entry)
+
+    def allocate_beyond(self, entry: Entry) -> Bytes:
+        array = self._memory.allocate(entry.size_bytes)
+        self._staging_bytes += entry.size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._staging_bytes)
+        return array
+
+    def may_come_back(self, entry: Entry) -> bool:
+        return False
+
+    def handed_out(self, entry: Entry) -> None:
+        self._staging_bytes -= entry.size_bytes
+
+    def close(self) -> None:
+        self._staging_bytes = 0
+
+
+class LeasedRoom:
+    """Tensors borrow memory, which is used again when they are gone."""
+
+    def __init__(self, memory: LeasedMemory) -> None:
+        self._memory = memory
+
+    @property
+    def num_promotions(self) -> int:
+        return self._memory.num_promotions
+
+    @property
+    def promoted_bytes(self) -> int:
+        return self._memory.promoted_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._memory.peak_bytes
+
+    def try_allocate(self, entry: Entry) -> Bytes | None:
+        return self._memory.try_allocate(entry.size_bytes, entry.name)
+
+    def allocate_beyond(self, entry: Entry) -> Bytes:
+        return self._memory.allocate_beyond(entry.size_bytes, entry.name)
+
+    def may_come_back(self, entry: Entry) -> bool:
+        return not self._memory.is_oversized(entry.size_bytes)
+
+    def handed_out(self, entry: Entry) -> None:
+        """Nothing to note: the lease itself says when it is over."""
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def rank_memory_limit(settings: Settings, *, available_bytes: int) -> int:
+    """Return this rank's share of the node's memory limit in bytes; `UNLIMITED` stays that."""
+    limit = settings.memory_limit_bytes
+    if limit is None:
+        limit = default_memory_limit(available_bytes)
+    return limit if limit == UNLIMITED else limit // settings.local_ranks
+
+
+def leased_room(
+    entries: tuple[Entry, ...], settings: Settings, *, on_budget: OnBudget, pinning: Pinning | None
+) -> LeasedRoom:
+    """Return room for leases of ``entries`` under the settings' limit.
+
+    The smallest limit that works (and what 0 asks for) holds the largest tensor twice, since a consumer holds one while it asks for the next, and one read.
+    Raises `BudgetExceeded`, before anything is read, where ``on_budget`` is "error" and a tensor could not be lent within the limit.
+    """
+    available = available_memory_bytes()
+    wanted = sum(entry.size_bytes for entry in entries) + 64 * len(entries)
+    largest = max(entries, key=lambda entry: entry.size_bytes, default=None)
+    largest_bytes = largest.size_bytes if largest is not None else 0
+    limit = rank_memory_limit(settings, available_bytes=available)
+    if limit == UNLIMITED:
+        limit = 2 * wanted
+    elif limit == 0:
+        limit = 2 * largest_bytes + settings.transport.read_bytes
+    terms = LeaseTerms(
+        limit_bytes=limit,
+        hard_limit_bytes=max(int(available * 0.9) // settings.local_ranks, limit),
+        on_budget=on_budget,
+        poison=settings.debug_poison,
+    )
+    memory = LeasedMemory(terms, wanted_bytes=2 * wanted, pinning=pinning)
+    if largest is not None and memory.is_oversized(largest_bytes):
+        if on_budget == "error":
+            raise BudgetExceeded(
+                f"memory_limit is {format_bytes(limit)}, too small to lend {largest.name} ({format_bytes(largest_bytes)}).",
+                "A consumer holds one tensor while it asks for the next, so twice the largest must fit.",
+                f"Set memory_limit to at least {format_bytes(2 * largest_bytes)}, to 0 for the smallest that works, or on_budget to promote.",
+            )
+        if largest_bytes > terms.hard_limit_bytes:
+            raise BudgetExceeded(
+                f"{largest.name} is {format_bytes(largest_bytes)}; {format_bytes(terms.hard_limit_bytes)} of memory may be used.",
+                "It cannot be loaded whole in this process's memory.",
+                "Give the process (or its container) more memory.",
+            )
+    return LeasedRoom(memory)

@@ -1,0 +1,57 @@
+"""Pinning with a fake CUDA runtime: what is pinned, what is not, and that no error is left for others to find."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.streaming.pinning import cuda_pinning, pinning_for
+
+
+class FakeRuntime:
+    def __init__(self, *, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.registered: dict[int, int] = {}
+        self.last_error = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if num_bytes == 0 or sum(self.registered.values()) + num_bytes > self.most_bytes:
+            self.last_error = 2
+            return 2
+        self.registered[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if address not in self.registered:
+            self.last_error = 713
+            return 713
+        del self.registered[address]
+        return 0
+
+    def clear(self) -> None:
+        self.last_error = 0
+
+
+def test_a_region_is_pinned_and_unpinned() -> None:
+    runtime = FakeRuntime(most_bytes=100)
+    pinning = cuda_pinning(runtime, lambda: None, clear_error=runtime.clear)
+    assert pinning.pin(4096, 60) is True and runtime.registered == {4096: 60}
+    pinning.unpin(4096)
+    assert runtime.registered == {} and runtime.last_error == 0
+
+
+def test_what_cannot_be_pinned_is_warned_of_once_and_leaves_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = FakeRuntime(most_bytes=100)
+    pinning = cuda_pinning(runtime, lambda: None, clear_error=runtime.clear)
+    assert [pinning.pin(address, 80) for address in (0, 4096, 8192)] == [True, False, False]
+    assert runtime.last_error == 0
+    assert caplog.text.count("could not be pinned (CUDA error 2)") == 1
+
+
+def test_an_empty_region_is_never_shown_to_the_driver() -> None:
+    runtime = FakeRuntime(most_bytes=100)
+    assert cuda_pinning(runtime, lambda: None, clear_error=runtime.clear).pin(0, 0) is False
+    assert runtime.last_error == 0
+
+
+def test_without_a_gpu_nothing_is_pinned() -> None:
+    assert pinning_for("cpu") is None and pinning_for("meta") is None
