@@ -161,6 +161,29 @@ def test_cancel_wakes_a_blocked_tls_read_and_no_ciphertext_lands_in_memory(
     reader.close()
 
 
+def test_a_tls_read_that_is_cancelled_while_bytes_wait_takes_no_ciphertext_for_them(
+    tls_server: FaultServer, certificates: Path
+) -> None:
+    store = StubStore(tls_server, ca_file=str(certificates / "ca.pem"))
+
+    def cancel_from_another_thread(num_bytes: int) -> None:
+        if not stoppers:
+            time.sleep(0.2)  # Until the rest of the answer lies in the socket's buffer.
+            stoppers.append(threading.Thread(target=reader.cancel))
+            stoppers[0].start()
+            stoppers[0].join(10)
+
+    stoppers: list[threading.Thread] = []
+    reader = HttpReader(store, QUICK, on_bytes=cancel_from_another_thread)
+    memory = bytearray(len(PAYLOAD))
+    with pytest.raises(Cancelled):
+        reader.read(RangeRead(store.stat(KEY), 0, len(PAYLOAD)), [memoryview(memory)])
+    filled = reader.counters.bytes_received
+    assert memory[:filled] == PAYLOAD[:filled]
+    assert memory[filled:] == bytes(len(PAYLOAD) - filled)
+    reader.close()
+
+
 def test_cancel_wakes_a_handshake_that_gets_no_answer(certificates: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
 

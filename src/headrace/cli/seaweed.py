@@ -161,7 +161,7 @@ class SeaweedServer:
         ports = find_ports(4)
         self._port = ports[0]
         command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(self._binary), *_arguments(ports)]
-        environment = {**os.environ, "GOMEMLIMIT": "200MiB", "GOGC": "30"}
+        environment = {**os.environ, "GOMEMLIMIT": "200MiB", "GOGC": "30", "TMPDIR": str(self._folder)}
         with (self._folder / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
                 command,

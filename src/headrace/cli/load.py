@@ -1,0 +1,55 @@
+"""`headrace load`: streams a checkpoint's tensors into memory and says what that took. No engine, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.cli.console import print_json, print_rows
+from headrace.settings import Settings
+from headrace.streaming import LoadProgress, LoadReport, ProgressDisplay, stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What the command line asked for."""
+
+    uri: str
+    settings: Settings
+    include: Sequence[str] = ()
+    """Globs on whole tensor names; empty wants all."""
+    exclude: Sequence[str] = ()
+    keep: bool = False
+    """Hold every tensor until the end, as an engine does, rather than drop each as it comes."""
+    json: bool = False
+
+
+def load(options: LoadOptions) -> None:
+    """Stream the tensors and print the account. Raises what streaming raises; then nothing is printed."""
+    report = stream_once(options)
+    if options.json:
+        print_json(report.to_dict())
+    else:
+        print_rows(report.rows())
+
+
+def stream_once(options: LoadOptions) -> LoadReport:
+    """Stream the tensors that ``options`` name, and return the account of it."""
+    progress = LoadProgress()
+    with ProgressDisplay(progress, enabled=options.settings.progress):
+        tensors = stream(
+            options.uri,
+            include=options.include or None,
+            exclude=options.exclude or None,
+            # What is dropped at once may come through memory that is used again, as an engine's copies do.
+            ownership="owned" if options.keep else "leased",
+            settings=options.settings,
+            progress=progress,
+        )
+        kept = []
+        with tensors, progress.during("weights"):
+            for _, tensor in tensors:
+                if options.keep:
+                    kept.append(tensor)
+                del tensor  # or it would be held while the next one is awaited
+    return tensors.report

@@ -1,0 +1,233 @@
+"""The command line: what can be typed, and which exit code it gives. The work of each command is imported when it is asked for.
+
+Exit codes: 0, 1 for anything that failed, 2 for a command line that is not one, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.console import reported
+from headrace.cli.foreign import find_foreign_option
+from headrace.errors import InvalidSetting
+from headrace.settings import Settings
+from headrace.units import parse_memory_limit
+
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="headrace",
+    help="Streams LLM weights from object storage or a disk straight into an inference engine, and serves the model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def run() -> None:
+    """Run the command that the process was started with, and exit."""
+    if hasattr(sys.stdout, "reconfigure"):
+        # A terminal that cannot show a character gets its escape rather than a traceback.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    foreign = find_foreign_option(sys.argv[1:])
+    if foreign is not None:
+        print(foreign, file=sys.stderr)
+        raise SystemExit(EXIT_USAGE)
+    app(prog_name="headrace")
+
+
+def _memory_limit(text: str) -> int:
+    try:
+        return parse_memory_limit(text)
+    except InvalidSetting as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        print(f"headrace {version('headrace')}")
+    except PackageNotFoundError:
+        print("headrace, run from a checkout that is not installed")
+    raise typer.Exit
+
+
+Uri = Annotated[
+    str, typer.Argument(metavar="URI", help="s3://bucket/prefix or a path: a folder of safetensors files, or one file.")
+]
+Connections = Annotated[
+    int | None, typer.Option(min=1, help="Connections (or file readers) at once.", show_default="8")
+]
+MemoryLimit = Annotated[
+    int | None,
+    typer.Option(
+        parser=_memory_limit,
+        metavar="SIZE",
+        help="Most memory for tensors on their way: 512MiB, 4GiB; -1 for any.",
+        show_default="chosen",
+    ),
+]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(help="Where side files (config, tokenizer) are kept.", show_default="~/.cache/headrace"),
+]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show where an error comes from.")]
+
+
+@app.callback()
+def _common(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("serve")
+def _serve(
+    uri: Annotated[
+        str | None, typer.Argument(metavar="URI", help="What to serve: s3://bucket/prefix, or a folder.")
+    ] = None,
+    model_path: Annotated[
+        str | None, typer.Option("--model-path", "--model", metavar="URI", help="The same, as an option.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The name that requests use.", show_default="the uri's last part")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEADRACE_API_KEY",
+            help="What requests must bear. The variable is safer: others can read a command line.",
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="What to compute in: auto, bfloat16, float16, float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="A hub repository's revision.")] = None,
+    load_deadline: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="Give up where loading takes longer.", show_default="none"),
+    ] = None,
+    load_stall: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="SECONDS", help="Give up where loading stands still for longer.", show_default="none"
+        ),
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long requests may go on after SIGTERM.")
+    ] = 25.0,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait for their turn; more are refused.")
+    ] = 128,
+    connections: Connections = None,
+    memory_limit: MemoryLimit = None,
+    cache_dir: CacheDir = None,
+    no_progress: NoProgress = False,
+    debug: Debug = False,
+) -> None:
+    """Load a model by streaming, and serve it with the OpenAI API."""
+    if (uri is None) == (model_path is None):
+        raise typer.BadParameter("Give the uri once: as URI, or with --model-path.")
+    with reported(debug=debug):
+        from headrace.cli.serve import ServeOptions, serve
+
+        options = ServeOptions(
+            uri=uri or model_path or "",
+            served_model_name=served_model_name,
+            host=host,
+            port=port,
+            api_key=api_key,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            load_deadline_s=load_deadline,
+            load_stall_s=load_stall,
+            drain_s=drain,
+            max_waiting=max_waiting,
+            settings=_settings(connections, memory_limit, no_progress=no_progress, cache_dir=cache_dir),
+        )
+        raise SystemExit(serve(options))
+
+
+@app.command("load")
+def _load(
+    uri: Uri,
+    keep: Annotated[
+        bool, typer.Option("--keep/--discard", help="Hold all tensors until the end, or drop each as it comes.")
+    ] = False,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Load only tensors with such names.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="Leave out tensors with such names.")
+    ] = None,
+    json: Json = False,
+    connections: Connections = None,
+    memory_limit: MemoryLimit = None,
+    no_progress: NoProgress = False,
+    debug: Debug = False,
+) -> None:
+    """Stream a checkpoint into memory and say what that took."""
+    with reported(debug=debug):
+        from headrace.cli.load import LoadOptions, load
+
+        settings = _settings(connections, memory_limit, no_progress=no_progress)
+        wanted = LoadOptions(
+            uri=uri, settings=settings, include=include or (), exclude=exclude or (), keep=keep, json=json
+        )
+        load(wanted)
+
+
+@app.command("inspect")
+def _inspect(
+    uri: Uri,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a checkpoint holds, from its headers alone: no weight is read."""
+    with reported(debug=debug):
+        from headrace.cli.inspect import inspect
+
+        inspect(uri, settings=Settings.from_environment(), tensors=tensors, json=json)
+
+
+@app.command("demo")
+def _demo(
+    cache_dir: CacheDir = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the server up until Ctrl-C.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a small model from an object store on this machine, ask it a question, and show what loading took."""
+    with reported(debug=debug):
+        from headrace.cli.demo import DemoOptions, demo
+
+        settings = Settings.from_environment(cache_dir=cache_dir)
+        raise SystemExit(demo(DemoOptions(cache_dir=settings.cache_dir, keep=keep)))
+
+
+def _settings(
+    connections: int | None, memory_limit: int | None, *, no_progress: bool, cache_dir: Path | None = None
+) -> Settings:
+    return Settings.from_environment(
+        num_connections=connections,
+        memory_limit_bytes=memory_limit,
+        progress=False if no_progress else None,
+        cache_dir=cache_dir,
+    )
