@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 BUCKET, PREFIX, NUM_FILES = "models", "bench", 4
+LEASED_LIMIT_BYTES = 256 << 20
 
 
 # -- what is measured: one function per subject, run in a process of its own
@@ -48,6 +49,28 @@ def _headrace(uri: str) -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
             settings=settings,
             on_report=lambda report: note.update(requests=report.num_requests, read=report.bytes_read),
         )
+
+    return load, note
+
+
+def _leased(uri: str, *, copy: bool) -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
+    import torch
+
+    import headrace
+    import headrace.storage.s3
+
+    note: dict[str, Any] = {}
+    settings = headrace.Settings.from_environment(progress=False, memory_limit_bytes=LEASED_LIMIT_BYTES)
+    open_stream = headrace.stream
+
+    def load() -> dict[str, Any]:
+        with open_stream(uri, ownership="leased", settings=settings) as stream:
+            if copy:
+                kept = {name: torch.empty_like(tensor).copy_(tensor) for name, tensor in stream}
+            else:
+                kept = dict(list(stream))
+        note.update(promotions=stream.report.num_promotions, staging=stream.report.peak_staging_bytes)
+        return kept
 
     return load, note
 
@@ -110,6 +133,8 @@ def _safetensors(folder: str) -> tuple[Callable[[], dict[str, Any]], dict[str, A
 
 SUBJECTS: dict[str, tuple[str, Callable[[str], tuple[Callable[[], dict[str, Any]], dict[str, Any]]]]] = {
     "headrace": ("Headrace, all tensors kept", _headrace),
+    "headrace-copied": ("Headrace, leased, 256 MiB, tensors copied to be kept", lambda uri: _leased(uri, copy=True)),
+    "headrace-listed": ("Headrace, leased, 256 MiB, `list(stream)`", lambda uri: _leased(uri, copy=False)),
     "runai-dropped": ("Run:ai Model Streamer, tensors dropped", lambda uri: _runai(uri, copy=False, keep=False)),
     "runai-kept": (
         "Run:ai Model Streamer, its tensors kept as they come",
@@ -120,8 +145,16 @@ SUBJECTS: dict[str, tuple[str, Callable[[str], tuple[Callable[[], dict[str, Any]
     "safetensors": ("safetensors load_file, copied out of the mapping", _safetensors),
 }
 PLACES = {
-    "s3": ("headrace", "runai-dropped", "runai-kept", "runai-copied", "download"),
-    "disk": ("headrace", "runai-dropped", "runai-kept", "runai-copied", "safetensors"),
+    "s3": ("headrace", "headrace-copied", "headrace-listed", "runai-dropped", "runai-kept", "runai-copied", "download"),
+    "disk": (
+        "headrace",
+        "headrace-copied",
+        "headrace-listed",
+        "runai-dropped",
+        "runai-kept",
+        "runai-copied",
+        "safetensors",
+    ),
 }
 
 

@@ -44,6 +44,10 @@ class LoadProgress:
             self.phases[phase] = self.phases.get(phase, 0.0) + self.changed - start
             self.phase = outer
 
+    def touch(self, num_bytes: int) -> None:
+        """Note that bytes came, wanted or not: a load that is slow is not a load that stands."""
+        self.changed = self.clock()
+
     def arrived(self, num_bytes: int) -> None:
         """Count wanted bytes."""
         self.bytes_done += num_bytes

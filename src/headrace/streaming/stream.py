@@ -143,7 +143,8 @@ class TensorStream:
         self._started: float | None = None
         self._ended: float | None = None
         self._longest_wait_s = _LONGEST_WAIT_FOR_ROOM_S
-        self._pool = pool(checkpoint.store, self._transport, on_bytes=self._touch)
+        # The pool's threads live on without the stream, so nothing that they keep may refer to it: a forgotten stream must end.
+        self._pool = pool(checkpoint.store, self._transport, on_bytes=self.progress.touch)
         self.progress.bytes_wanted += self.plan.bytes_wanted
 
     # -- the consumer's side
@@ -379,10 +380,6 @@ class TensorStream:
             if destination is not None:
                 destination.num_reads -= 1
         self.progress.arrived(wanted)
-
-    def _touch(self, num_bytes: int) -> None:
-        """Note that bytes came, from a reader's thread: a load that is slow is not a load that stands."""
-        self.progress.changed = self.progress.clock()
 
 
 def _room_for(entries: tuple[Entry, ...], options: StreamOptions, settings: Settings) -> Room:
