@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import threading
 import weakref
@@ -29,6 +30,8 @@ from headrace.errors import (
 )
 from headrace.settings import Settings
 from headrace.storage import StoredObject
+from headrace.streaming.memory import SharedMemory
+from headrace.streaming.room import OwnedRoom
 from headrace.streaming.stream import StreamOptions, TensorStream
 
 FILE = "model.safetensors"
@@ -502,3 +505,16 @@ def test_local_ranks_share_memory_and_connections() -> None:
     list(stream)
     finish(stream, pool, thread)
     assert seen == [2] and stream.report.peak_staging_bytes == 10 * 4096
+
+
+def test_tensors_can_lie_in_memory_that_other_processes_see() -> None:
+    memory = SharedMemory(1 << 20)
+    stream, pool = make([10, 9000, 0, 4096], room=OwnedRoom(memory, limit_bytes=1 << 30))
+    thread = serve(pool)
+    tensors = dict(stream)
+    finish(stream, pool, thread)
+    for entry in stream.plan.entries:
+        assert_right(entry, tensors[entry.name])
+        if entry.size_bytes:
+            seen = os.pread(memory.fileno(), entry.size_bytes, memory.offset_of(tensors[entry.name].numpy()))
+            assert seen == content(entry.start, entry.stop)
