@@ -1,0 +1,212 @@
+"""`headrace serve`: puts a loader, an engine and a server together, and ends the process with its last words when that fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from headrace.errors import HeadraceError, InvalidSetting
+from headrace.progress import LoadProgress
+from headrace.serving.failure import TERMINATION_LOG, last_words, redact, write_termination_log
+from headrace.serving.gate import GateSettings
+from headrace.serving.lifecycle import Backend, LifecycleSettings, Outcome
+from headrace.serving.metrics import Metrics
+from headrace.serving.server import Server, ServerSettings, check_installed, configure_logging
+from headrace.settings import Settings
+from headrace.storage.uri import Uri, parse_uri
+
+if TYPE_CHECKING:
+    from headrace.checkpoint import Checkpoint
+    from headrace.serving.backend import LoadedModel
+
+logger = logging.getLogger("headrace.serving")
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What was typed."""
+
+    uri: str
+    settings: Settings = field(default_factory=Settings)
+    served_model_name: str | None = None
+    """None for the last part of the uri."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    dtype: str = "auto"
+    """A torch dtype's name, or ``auto``: as stored, but on a CPU the faster of that and float32."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:1``."""
+    trust_remote_code: bool = False
+    revision: str | None = None
+    """Of a hub repository."""
+    load_deadline_s: float | None = None
+    """Longest time until the model is ready."""
+    load_stall_s: float | None = None
+    """Longest time without a byte or a step of the load."""
+    drain_s: float = 25.0
+    """How long requests may go on after SIGTERM."""
+    max_waiting: int = 128
+    """Requests that may wait for their turn."""
+    termination_log: Path = TERMINATION_LOG
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve until told to stop and return the exit code: 0, or 1 where the model could not be served.
+
+    Then the last lines on standard error say why and how to mend it, and so does the termination log. Where a thread
+    cannot be ended (a load that hangs in a read, a model in the middle of a long pass), the process is ended here
+    instead of waiting for it.
+    """
+    secrets = _secrets(options)
+    configure_logging(secrets=secrets)
+    try:
+        outcome = _make_server(options).run()
+    except HeadraceError as error:
+        outcome = Outcome(exit_code=1, error=error)
+    return conclude(outcome, termination_log=options.termination_log, secrets=secrets)
+
+
+def conclude(outcome: Outcome, *, termination_log: Path, secrets: Sequence[str] = ()) -> int:
+    """Say the last words of a server that failed, and return the exit code; or exit here and now where a thread
+    lingers."""
+    if outcome.error is not None:
+        _say_last_words(outcome.error, termination_log, secrets)
+    if outcome.lingering:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(outcome.exit_code)
+    return outcome.exit_code
+
+
+def served_name(uri: Uri) -> str:
+    """Return the name of a model whose uri is ``uri``: the last part that names anything."""
+    if uri.scheme == "hf" and not uri.key:
+        return uri.bucket.partition("@")[0].rpartition("/")[2]
+    return uri.name or uri.bucket or "model"
+
+
+def _make_server(options: ServeOptions) -> Server:
+    uri = _with_revision(parse_uri(options.uri), options.revision)
+    check_installed()
+    name = options.served_model_name or served_name(uri)
+    settings = ServerSettings(
+        host=options.host,
+        port=options.port,
+        gate=GateSettings(api_key=options.api_key),
+        lifecycle=LifecycleSettings(
+            load_deadline_s=options.load_deadline_s, load_stall_s=options.load_stall_s, drain_s=options.drain_s
+        ),
+    )
+    if options.api_key is None and options.host not in _LOOPBACK:
+        logger.warning("Anybody who reaches %s can use this model: no API key is set.", options.host)
+    return Server(settings, _loader(uri, name, options))
+
+
+def _loader(uri: Uri, name: str, options: ServeOptions) -> Callable[[LoadProgress, Metrics], Backend]:
+    """Return what loads the model, in a thread, while the port is open: torch and Transformers are imported there and
+    not before."""
+
+    def load(progress: LoadProgress, metrics: Metrics) -> Backend:
+        import torch
+
+        from headrace.serving.backend import make_backend, make_transformers_engine
+        from headrace.serving.hardware import num_usable_cpus
+
+        num_threads = num_usable_cpus()
+        torch.set_num_threads(num_threads)
+        loaded = _load_model(uri, name, options, progress)
+        return make_backend(
+            loaded,
+            lambda loaded: make_transformers_engine(loaded, num_threads=num_threads),
+            progress=progress,
+            metrics=metrics,
+            max_waiting=options.max_waiting,
+        )
+
+    return load
+
+
+def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgress) -> LoadedModel:
+    import headrace
+    from headrace.engines.transformers import load_tokenizer
+    from headrace.serving.backend import LoadedModel
+    from headrace.streaming.report import LoadReport
+
+    reports: list[LoadReport] = []
+    with headrace.open(uri.text or str(uri), settings=options.settings, progress=progress) as checkpoint:
+        # Before the weights: what is wrong with it is known in a second.
+        tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+        model = headrace.load_model(
+            checkpoint,
+            trust_remote_code=options.trust_remote_code,
+            settings=options.settings,
+            progress=progress,
+            on_report=reports.append,
+            **_placing(checkpoint, options),
+        )
+    return LoadedModel(model=model, tokenizer=tokenizer, name=name, report=reports[0] if reports else None)
+
+
+def _placing(checkpoint: Checkpoint, options: ServeOptions) -> dict[str, Any]:
+    """Return where the model goes and in which dtype, as ``from_pretrained`` takes it."""
+    import torch
+
+    from headrace.serving.hardware import available_bytes, choose_cpu_dtype, product_seconds
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    dtype = options.dtype
+    if dtype == "auto" and device == "cpu":
+        stored: Counter[str] = Counter()
+        for entry in checkpoint.entries.values():
+            stored[entry.dtype] += entry.size_bytes
+        dtype = choose_cpu_dtype(stored, available=available_bytes(), seconds_of=product_seconds)
+        if dtype != "auto":
+            logger.info("Computing in %s: on this processor that is faster than the stored dtype.", dtype)
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise InvalidSetting(f"--dtype {dtype!r} is not one.", "Known are auto, bfloat16, float16 and float32.")
+    placing: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+    if device != "cpu":
+        placing["device_map"] = {"": device}
+    return placing
+
+
+def _with_revision(uri: Uri, revision: str | None) -> Uri:
+    if revision is None:
+        return uri
+    if uri.scheme != "hf":
+        raise InvalidSetting(
+            "--revision is not for this uri.",
+            "Only hub repositories have revisions.",
+            "Leave it out, or give the folder of the version.",
+        )
+    if "@" in uri.bucket:
+        raise InvalidSetting(
+            "A revision is given twice.", "The uri names one, and --revision another.", "Give it once."
+        )
+    return parse_uri(f"hf://{uri.bucket}@{revision}" + (f"/{uri.key}" if uri.key else ""))
+
+
+def _secrets(options: ServeOptions) -> list[str]:
+    """Return what must not be printed: the key, and what a signed URL carries."""
+    query = urlsplit(options.uri).query if "://" in options.uri else ""
+    return [secret for secret in (options.api_key, query) if secret]
+
+
+def _say_last_words(error: BaseException, path: Path, secrets: Sequence[str]) -> None:
+    if not isinstance(error, HeadraceError):
+        trace = "".join(traceback.format_exception(error))
+        print(redact(trace, secrets), file=sys.stderr)
+    words = last_words(error, secrets=secrets)
+    print(words, file=sys.stderr, flush=True)
+    write_termination_log(words, path)
