@@ -20,7 +20,7 @@ class ProgressDisplay:
     """A context manager that shows ``progress`` on ``stream`` (default: standard error) for as long as the block runs.
 
     A line that the other end does not take at once is dropped: a log pipe that nobody reads costs nothing. A display that cannot be stopped within a second is
-    left behind as a daemon thread.
+    left behind as a daemon thread. Where `torch.distributed` is initialised, only the first rank shows anything.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ProgressDisplay:
     ) -> None:
         self._progress = progress
         self._stream = sys.stderr if stream is None else stream
-        self._enabled = enabled and self._stream is not None
+        self._enabled = enabled and self._stream is not None and is_first_rank()
         self._line_interval_s = line_interval_s
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,6 +85,14 @@ class ProgressDisplay:
                 bar.refresh()
         finally:
             bar.stop()
+
+
+def is_first_rank() -> bool:
+    """Whether this process should show progress: it is no rank of a group, or the group's first."""
+    group = sys.modules.get("torch.distributed")
+    if group is None or not group.is_available() or not group.is_initialized():
+        return True
+    return bool(group.get_rank() == 0)
 
 
 def write_line(stream: TextIO, line: str) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from headrace.checkpoint import Entry
 from headrace.errors import BudgetExceeded
-from headrace.settings import Settings
+from headrace.settings import Settings, TransportSettings
 from headrace.streaming.leases import LeasedMemory, LeaseTerms, OnBudget, Pinning
-from headrace.streaming.memory import Bytes, Memory, available_memory_bytes, default_memory_limit
-from headrace.units import UNLIMITED, format_bytes
+from headrace.streaming.memory import ALIGNMENT, Bytes, Memory, default_memory_limit
+from headrace.units import KIB, MIB, UNLIMITED, format_bytes
 
 Ownership = Literal["owned", "leased"]
+
+LONGEST_WINDOW_BYTES = 64 * MIB
+_SMALLEST_READ_BYTES = 64 * KIB
 
 
 class Room(Protocol):
@@ -121,48 +125,74 @@ class LeasedRoom:
 
 
 def rank_memory_limit(settings: Settings, *, available_bytes: int) -> int:
-    """Return this rank's share of the node's memory limit in bytes; `UNLIMITED` stays that."""
+    """Return this rank's share of the node's memory limit, in bytes; `UNLIMITED` stays that, and 0 asks for the smallest that works."""
     limit = settings.memory_limit_bytes
     if limit is None:
         limit = default_memory_limit(available_bytes)
     return limit if limit == UNLIMITED else limit // settings.local_ranks
 
 
-def leased_room(
-    entries: tuple[Entry, ...], settings: Settings, *, on_budget: OnBudget, pinning: Pinning | None
-) -> LeasedRoom:
-    """Return room for leases of ``entries`` under the settings' limit.
+def stream_memory_limit(
+    entries: Sequence[Entry], settings: Settings, *, ownership: Ownership, available_bytes: int
+) -> int:
+    """Return the limit for a stream of ``entries``: `rank_memory_limit`, with the smallest that works in place of 0.
 
-    The smallest limit that works (and what 0 asks for) holds the largest tensor twice, since a consumer holds one while it asks for the next, and one read.
-    Raises `BudgetExceeded`, before anything is read, where ``on_budget`` is "error" and a tensor could not be lent within the limit.
+    For leases that is the largest tensor twice (a consumer holds one while it asks for the next) and a short read; for owned memory it is 0: nothing is read ahead of the
+    tensor that is waited for.
     """
-    available = available_memory_bytes()
-    wanted = sum(entry.size_bytes for entry in entries) + 64 * len(entries)
-    largest = max(entries, key=lambda entry: entry.size_bytes, default=None)
-    largest_bytes = largest.size_bytes if largest is not None else 0
-    limit = rank_memory_limit(settings, available_bytes=available)
-    if limit == UNLIMITED:
-        limit = 2 * wanted
-    elif limit == 0:
-        limit = 2 * largest_bytes + settings.transport.read_bytes
+    limit = rank_memory_limit(settings, available_bytes=available_bytes)
+    if limit == 0 and ownership == "leased":
+        return 2 * max((entry.size_bytes for entry in entries), default=0) + _SMALLEST_READ_BYTES
+    return limit
+
+
+def fitting_reads(limit_bytes: int, transport: TransportSettings) -> tuple[int, int]:
+    """Return the longest read and the longest stretch to be read out of order that ``limit_bytes`` of memory leave room for."""
+    if limit_bytes == UNLIMITED:
+        return transport.read_bytes, LONGEST_WINDOW_BYTES
+    read_bytes = min(transport.read_bytes, max(limit_bytes // 4, _SMALLEST_READ_BYTES))
+    return read_bytes, min(LONGEST_WINDOW_BYTES, max(limit_bytes // 2, 1))
+
+
+def leased_room(
+    entries: Sequence[Entry],
+    settings: Settings,
+    *,
+    limit_bytes: int,
+    available_bytes: int,
+    on_budget: OnBudget,
+    pinning: Pinning | None,
+) -> LeasedRoom:
+    """Return room for leases of ``entries`` within ``limit_bytes``.
+
+    Raises `BudgetExceeded`, before anything is read, where ``on_budget`` is "error" and a tensor could not be lent within the limit, or a tensor is larger than the memory
+    that there is.
+    """
+    wanted = 2 * sum(entry.size_bytes + ALIGNMENT for entry in entries)
+    limit = wanted if limit_bytes == UNLIMITED else limit_bytes
     terms = LeaseTerms(
         limit_bytes=limit,
-        hard_limit_bytes=max(int(available * 0.9) // settings.local_ranks, limit),
+        hard_limit_bytes=max(int(available_bytes * 0.9) // settings.local_ranks, limit),
         on_budget=on_budget,
         poison=settings.debug_poison,
     )
-    memory = LeasedMemory(terms, wanted_bytes=2 * wanted, pinning=pinning)
-    if largest is not None and memory.is_oversized(largest_bytes):
-        if on_budget == "error":
-            raise BudgetExceeded(
-                f"memory_limit is {format_bytes(limit)}, too small to lend {largest.name} ({format_bytes(largest_bytes)}).",
-                "A consumer holds one tensor while it asks for the next, so twice the largest must fit.",
-                f"Set memory_limit to at least {format_bytes(2 * largest_bytes)}, to 0 for the smallest that works, or on_budget to promote.",
-            )
-        if largest_bytes > terms.hard_limit_bytes:
-            raise BudgetExceeded(
-                f"{largest.name} is {format_bytes(largest_bytes)}; {format_bytes(terms.hard_limit_bytes)} of memory may be used.",
-                "It cannot be loaded whole in this process's memory.",
-                "Give the process (or its container) more memory.",
-            )
+    memory = LeasedMemory(terms, wanted_bytes=wanted, pinning=pinning)
+    largest = max(entries, key=lambda entry: entry.size_bytes, default=None)
+    if largest is not None and memory.is_oversized(largest.size_bytes):
+        _check_oversized(largest, terms)
     return LeasedRoom(memory)
+
+
+def _check_oversized(largest: Entry, terms: LeaseTerms) -> None:
+    if terms.on_budget == "error":
+        raise BudgetExceeded(
+            f"memory_limit is {format_bytes(terms.limit_bytes)}, too small to lend {largest.name} ({format_bytes(largest.size_bytes)}).",
+            "A consumer holds one tensor while it asks for the next, so twice the largest must fit.",
+            f"Set memory_limit to at least {format_bytes(2 * largest.size_bytes)}, to 0 for the smallest that works, or on_budget to promote.",
+        )
+    if largest.size_bytes > terms.hard_limit_bytes:
+        raise BudgetExceeded(
+            f"{largest.name} is {format_bytes(largest.size_bytes)}; {format_bytes(terms.hard_limit_bytes)} of memory may be used.",
+            "It cannot be loaded whole in this process's memory.",
+            "Give the process (or its container) more memory.",
+        )

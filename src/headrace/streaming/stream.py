@@ -26,7 +26,7 @@ from headrace.streaming.memory import Bytes, PrivateMemory, available_memory_byt
 from headrace.streaming.pinning import pinning_for
 from headrace.streaming.plan import Plan, PlannedRead, plan_reads
 from headrace.streaming.report import LoadReport
-from headrace.streaming.room import OwnedRoom, Ownership, Room, leased_room, rank_memory_limit
+from headrace.streaming.room import OwnedRoom, Ownership, Room, fitting_reads, leased_room, stream_memory_limit
 from headrace.streaming.tensors import Destination, mark, torch_dtype
 from headrace.transport import RangeRead, ReaderPool, ReadJob, open_pool
 
@@ -127,13 +127,20 @@ class TensorStream:
             for entry in chosen:
                 torch_dtype(entry)  # refuse what cannot be represented before the first byte
         self._transport = self.settings.rank_transport
-        self.plan: Plan = plan_reads(chosen, read_bytes=self._transport.read_bytes, gap_bytes=self._transport.gap_bytes)
+        available_bytes = available_memory_bytes()
+        limit_bytes = stream_memory_limit(
+            chosen, self.settings, ownership=self.options.ownership, available_bytes=available_bytes
+        )
+        read_bytes, window_bytes = fitting_reads(limit_bytes, self._transport)
+        self.plan: Plan = plan_reads(
+            chosen, read_bytes=read_bytes, gap_bytes=self._transport.gap_bytes, window_bytes=window_bytes
+        )
         self._owns_checkpoint = owns_checkpoint
         self._clock = clock
         self._place_of = {entry.name: place for place, entry in enumerate(self.plan.entries)}
         if len(self._place_of) != len(self.plan.entries):
             raise StreamError("A tensor was asked for twice in one stream.", "Each tensor is handed out once.")
-        self._room = room or _room_for(self.plan.entries, self.options, self.settings)
+        self._room = room or self._make_room_for(chosen, limit_bytes, available_bytes)
         self._destinations: dict[int, Destination] = {}
         self._taken: set[int] = set()
         self._account = _Account()
@@ -247,6 +254,18 @@ class TensorStream:
                 num_promotions=self._room.num_promotions,
                 promoted_bytes=self._room.promoted_bytes,
             )
+
+    def _make_room_for(self, entries: Sequence[Entry], limit_bytes: int, available_bytes: int) -> Room:
+        if self.options.ownership == "owned":
+            return OwnedRoom(PrivateMemory(), limit_bytes=limit_bytes)
+        return leased_room(
+            entries,
+            self.settings,
+            limit_bytes=limit_bytes,
+            available_bytes=available_bytes,
+            on_budget=self.options.on_budget,
+            pinning=pinning_for(self.options.device),
+        )
 
     # -- all below holds the lock, but for `_pieces`
 
@@ -380,10 +399,3 @@ class TensorStream:
             if destination is not None:
                 destination.num_reads -= 1
         self.progress.arrived(wanted)
-
-
-def _room_for(entries: tuple[Entry, ...], options: StreamOptions, settings: Settings) -> Room:
-    if options.ownership == "leased":
-        return leased_room(entries, settings, on_budget=options.on_budget, pinning=pinning_for(options.device))
-    limit = rank_memory_limit(settings, available_bytes=available_memory_bytes())
-    return OwnedRoom(PrivateMemory(), limit_bytes=limit)

@@ -8,6 +8,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from headrace.progress import LoadProgress
 from headrace.streaming.display import ProgressDisplay, write_line
 
@@ -78,3 +80,19 @@ def test_progress_counts_phases_and_speaks_plainly() -> None:
     state.bytes_wanted = 100
     state.arrived(40)
     assert state.to_dict() == {"phase": "waiting", "bytes_done": 40, "bytes_wanted": 100, "seconds": 3.0}
+
+
+def test_only_the_first_rank_of_a_group_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """origin A11."""
+    import torch.distributed as group
+
+    monkeypatch.setattr(group, "is_initialized", lambda: True)
+    for rank in (0, 1):
+        monkeypatch.setattr(group, "get_rank", lambda rank=rank: rank)
+        path = tmp_path / str(rank)
+        with path.open("w") as stream, ProgressDisplay(progress(), stream=stream, line_interval_s=0.001):
+            if rank == 0:
+                wait_for(lambda path=path: path.read_text())
+            else:
+                time.sleep(0.05)
+    assert (tmp_path / "0").read_text() and not (tmp_path / "1").read_text()

@@ -518,3 +518,16 @@ def test_tensors_can_lie_in_memory_that_other_processes_see() -> None:
         if entry.size_bytes:
             seen = os.pread(memory.fileno(), entry.size_bytes, memory.offset_of(tensors[entry.name].numpy()))
             assert seen == content(entry.start, entry.stop)
+
+
+@pytest.mark.parametrize("ownership", ["owned", "leased"])
+def test_a_limit_below_the_longest_read_shortens_the_reads(ownership: Any, caplog: pytest.LogCaptureFixture) -> None:
+    limit = 256 << 10
+    stream, pool = make([4096] * 400, limit=limit, read_bytes=8 << 20, options=StreamOptions(ownership=ownership))
+    thread = serve(pool)
+    copies = [tensor.clone() for _, tensor in stream]
+    finish(stream, pool, thread)
+    assert max(read.size_bytes for read in stream.plan.reads) <= limit // 4
+    report = stream.report
+    assert report.peak_staging_bytes <= limit and report.num_promotions == 0 and len(copies) == 400
+    assert caplog.text == ""
