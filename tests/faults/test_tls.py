@@ -6,7 +6,6 @@ import random
 import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -29,38 +28,6 @@ pytestmark = pytest.mark.skipif(
 KEY = "weights"
 PAYLOAD = random.Random(5).randbytes(200_000)
 QUICK = TransportSettings(backoff_first_s=0.002, backoff_most_s=0.01, idle_timeout_s=20, connect_timeout_s=5)
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ca.pem, another-ca.pem, and server.pem with server.key for 127.0.0.1, signed by the first."""
-    folder = tmp_path_factory.mktemp("ca")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
-
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    for name in ("ca", "another-ca"):
-        openssl(
-            "req",
-            "-x509",
-            *new_key,
-            "-keyout",
-            f"{name}.key",
-            "-out",
-            f"{name}.pem",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={name}",
-        )
-    openssl("req", *new_key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=server")
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    openssl(
-        *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-        *("-out", "server.pem", "-days", "2", "-extfile", "names"),
-    )
-    return folder
 
 
 @pytest.fixture

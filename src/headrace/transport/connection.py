@@ -17,6 +17,7 @@ from headrace.errors import StoreUnavailable
 from headrace.settings import TransportSettings
 from headrace.storage import HttpRange
 from headrace.transport.patience import Patience
+from headrace.transport.proxy import Proxy, absolute_target, open_tunnel, proxy_for
 from headrace.transport.stopping import StopSwitch
 from headrace.transport.surroundings import Surroundings
 from headrace.units import KIB
@@ -188,14 +189,17 @@ class Answer:
 class HttpConnection:
     """An open connection to ``origin``, used for one request after the other by one thread; `StopSwitch.throw` wakes it."""
 
-    def __init__(self, origin: Origin, sock: socket.socket, switch: StopSwitch) -> None:
+    def __init__(self, origin: Origin, sock: socket.socket, switch: StopSwitch, proxy: Proxy | None = None) -> None:
         self.origin = origin
+        self._proxy = proxy if origin.scheme == "http" else None  # A tunnel is nothing that requests know of.
         self.num_answers = 0
         self._sock = sock
         self._switch = switch
         self._inbox = Inbox(sock)
         self._num_before_request = 0
-        self.ends = f"port {_local_port(sock)} to {origin.host_header}"
+        self.ends = (
+            f"port {_local_port(sock)} to {origin.host_header}{f' through {proxy}' if proxy is not None else ''}"
+        )
         """The local port and the other side, for people."""
 
     @property
@@ -205,6 +209,10 @@ class HttpConnection:
 
     def ask(self, target: str, headers: tuple[tuple[str, str], ...], patience: Patience) -> Answer:
         """Send a GET and return the head of the answer. Raises OSError and ``http.client.HTTPException``; then the connection is of no more use."""
+        if self._proxy is not None:
+            target = absolute_target(self.origin.host_header, target)
+            if self._proxy.authorization is not None:
+                headers = (*headers, ("Proxy-Authorization", self._proxy.authorization))
         request = format_request(self.origin, target, headers)
         inbox = self._inbox
         self._num_before_request = inbox.num_received
@@ -229,18 +237,25 @@ class HttpConnection:
 def open_connection(
     origin: Origin, settings: TransportSettings, surroundings: Surroundings, switch: StopSwitch, patience: Patience
 ) -> HttpConnection:
-    """Connect to ``origin``, TLS included, within the connect timeout. Raises OSError, `StoreUnavailable` for a certificate that is not trusted."""
+    """Connect to ``origin``, through its proxy and TLS included, within the connect timeout.
+
+    Raises OSError, `StoreUnavailable` for a certificate that is not trusted, `InvalidSetting` for a proxy that cannot be used.
+    """
+    proxy = proxy_for(origin.scheme, origin.host, origin.port, settings)
     timeout_s = patience.wait_s(settings.connect_timeout_s)
     context = surroundings.tls.get(origin.ca_file, origin.verify_tls) if origin.scheme == "https" else None
     started = surroundings.clock()
-    sock = surroundings.connect(origin.host, origin.port, timeout_s, switch)
+    host, port = (origin.host, origin.port) if proxy is None else (proxy.host, proxy.port)
+    sock = surroundings.connect(host, port, timeout_s, switch)
     try:
         switch.watch(sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if context is not None:
             sock.settimeout(max(0.001, timeout_s - (surroundings.clock() - started)))
+            if proxy is not None:
+                open_tunnel(sock, proxy, origin.host, origin.port)
             sock = _secured(sock, context, origin, switch)
-        return HttpConnection(origin, sock, switch)
+        return HttpConnection(origin, sock, switch, proxy)
     except BaseException:
         switch.close(sock)
         raise

@@ -16,6 +16,7 @@ from headrace.errors import WrongRange
 from headrace.settings import TransportSettings
 from headrace.storage import FileRange, HttpRange, ObjectStore, Refusal
 from headrace.transport.answer import end_of_answer
+from headrace.transport.bandwidth import Bandwidth
 from headrace.transport.connection import Answer, CutShort, HttpConnection, Origin, open_connection
 from headrace.transport.failure import FAILURES, Failure, Refused, describe, give_up, strip_frames
 from headrace.transport.pace import Pace
@@ -63,12 +64,14 @@ class HttpReader:
         surroundings: Surroundings | None = None,
         *,
         pace: Pace | None = None,
+        bandwidth: Bandwidth | None = None,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._store = store
         self._settings = settings
         self._surroundings = surroundings or Surroundings()
         self._pace = pace
+        self._bandwidth = bandwidth
         self._on_bytes = on_bytes
         self._switch = StopSwitch()
         self._connections: dict[Origin, HttpConnection] = {}
@@ -208,6 +211,14 @@ class HttpReader:
                 on_bytes(num_bytes)
             if num_left:
                 patience.received(num_bytes)
+            if self._bandwidth is not None:
+                self._hold_back(self._bandwidth.delay_s(num_bytes))
+
+    def _hold_back(self, seconds: float) -> None:
+        """Leave the next bytes in the network for so long: the other side's window fills, and it sends no faster."""
+        if seconds > 0:
+            self._surroundings.wait(self._switch.event, seconds)
+            self._switch.check()
 
     def _connection_for(self, asked: HttpRange, patience: Patience) -> HttpConnection:
         origin = Origin.of(asked)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from headrace.settings import TransportSettings
 from headrace.storage import ObjectStore, StoredObject
+from headrace.transport.bandwidth import Bandwidth
 from headrace.transport.file import FileReader
 from headrace.transport.http import HttpReader
 from headrace.transport.pace import Pace
@@ -25,6 +27,7 @@ def open_reader(
     surroundings: Surroundings | None = None,
     *,
     pace: Pace | None = None,
+    bandwidth: Bandwidth | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> RangeReader:
     """Return a reader for ``store``; it connects when it first reads. Close it after use.
@@ -34,7 +37,7 @@ def open_reader(
     surroundings = surroundings or Surroundings()
     if is_local(store):
         return FileReader(store, on_bytes=on_bytes, clock=surroundings.clock)
-    return HttpReader(store, settings, surroundings, pace=pace, on_bytes=on_bytes)
+    return HttpReader(store, settings, surroundings, pace=pace, bandwidth=bandwidth, on_bytes=on_bytes)
 
 
 def open_pool(
@@ -51,13 +54,29 @@ def open_pool(
     """
     world = surroundings or Surroundings()
     pace = Pace(settings.num_connections, world.clock)
+    limit = settings.bandwidth_bytes_per_s
+    bandwidth = Bandwidth(limit, world.clock) if limit else None
+    settings = _with_time_for(settings, limit)
     return ReaderPool(
-        lambda: open_reader(store, settings, world, pace=pace, on_bytes=on_bytes),
+        lambda: open_reader(store, settings, world, pace=pace, bandwidth=bandwidth, on_bytes=on_bytes),
         settings,
         is_hedged=not is_local(store),
         scratch=scratch,
         pace=pace,
         clock=world.clock,
+    )
+
+
+def _with_time_for(settings: TransportSettings, bandwidth_bytes_per_s: int) -> TransportSettings:
+    """Return settings whose limits on slow reads allow for a share of the bandwidth: what we hold back ourselves is nobody's fault."""
+    if not bandwidth_bytes_per_s:
+        return settings
+    share = bandwidth_bytes_per_s / settings.num_connections
+    return replace(
+        settings,
+        least_rate_bytes_per_s=min(settings.least_rate_bytes_per_s, int(share / 4)),
+        total_timeout_s=max(settings.total_timeout_s, 4 * settings.read_bytes / share),
+        hedge_after_s=0.0,  # a second read of the same bytes would be paid from the same bandwidth
     )
 
 
