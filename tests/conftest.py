@@ -1,4 +1,4 @@
-"""What all tests share: an environment without cloud settings of this machine, and one real S3 server for those that ask for it."""
+"""What all tests share: an environment without cloud settings of this machine, and real servers for those that ask for them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,21 @@ import pytest
 from headrace.cli.seaweed import SeaweedServer
 from headrace.errors import MissingDependency
 from headrace.settings import Settings, TransportSettings
+from tests.support.azurite import AzuriteServer
+from tests.support.gcs_server import GcsServer
+
+
+_CLOUD_VARIABLES = (
+    "AWS_",
+    "AZURE_",
+    "CLOUDSDK_",
+    "GCE_",
+    "GCLOUD_",
+    "GOOGLE_",
+    "HEADRACE_",
+    "RUNAI_",
+    "STORAGE_EMULATOR_HOST",
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,9 +37,21 @@ def isolated_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     absent = tmp_path_factory.mktemp("no-aws")
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            if name.startswith(("AWS_", "HEADRACE_")) or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
+            if name.startswith(_CLOUD_VARIABLES) or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
                 patch.delenv(name)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("NO_GCE_CHECK", "true")
+        patch.setenv("CLOUDSDK_CONFIG", str(absent / "gcloud"))
+        # What leads azure-identity to a managed identity, which no test may ask for.
+        for name in (
+            "IDENTITY_ENDPOINT",
+            "IDENTITY_HEADER",
+            "MSI_ENDPOINT",
+            "MSI_SECRET",
+            "REQUESTS_CA_BUNDLE",
+            "SSL_CERT_FILE",
+        ):
+            patch.delenv(name, raising=False)
         patch.setenv("AWS_CONFIG_FILE", str(absent / "config"))
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(absent / "credentials"))
         yield
@@ -66,6 +93,58 @@ def bucket(s3_client: Any, s3_environment: dict[str, str]) -> Iterator[str]:
         for item in page.get("Contents", ()):
             s3_client.delete_object(Bucket=name, Key=item["Key"])
     s3_client.delete_bucket(Bucket=name)
+
+
+@pytest.fixture(scope="session")
+def fake_gcs() -> Iterator[GcsServer]:
+    """The emulator of Google Cloud Storage of this run."""
+    pytest.importorskip("google.cloud.storage")
+    with GcsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def gcs_environment(fake_gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The emulator as the store behind every ``gs://`` uri of this test; the variables are returned, for child processes."""
+    for name, value in fake_gcs.environment().items():
+        monkeypatch.setenv(name, value)
+    return fake_gcs.environment()
+
+
+@pytest.fixture
+def gcs_bucket(fake_gcs: GcsServer, gcs_environment: dict[str, str]) -> Iterator[Any]:
+    """The SDK's object for a new, empty bucket of the emulator, which ``gs://`` uris reach."""
+    with contextlib.closing(fake_gcs.make_client()) as client:
+        bucket = client.create_bucket(f"test-{secrets.token_hex(6)}")
+        yield bucket
+        for blob in list(client.list_blobs(bucket)):
+            blob.delete()
+        bucket.delete()
+
+
+@pytest.fixture(scope="session")
+def azurite() -> Iterator[AzuriteServer]:
+    """The emulator of Azure Blob Storage of this run."""
+    pytest.importorskip("azure.storage.blob")
+    with AzuriteServer() as server:
+        yield server
+
+
+@pytest.fixture
+def azure_environment(azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The emulator as the account behind every ``az://`` uri of this test; the variables are returned, for child processes."""
+    for name, value in azurite.environment().items():
+        monkeypatch.setenv(name, value)
+    return azurite.environment()
+
+
+@pytest.fixture
+def azure_container(azurite: AzuriteServer, azure_environment: dict[str, str]) -> Iterator[Any]:
+    """The SDK's client for a new, empty container of the emulator, which ``az://`` uris reach."""
+    with azurite.make_client() as client:
+        container = client.create_container(f"test-{secrets.token_hex(6)}")
+        yield container
+        container.delete_container()
 
 
 @pytest.fixture

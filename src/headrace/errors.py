@@ -26,9 +26,11 @@
     ├── CacheError              the mirror of side files cannot be used
     ├── StreamError             the stream was used in a way that cannot work
     │   ├── StreamClosed        a tensor was asked for after the stream had ended
-    │   └── BudgetExceeded      what is asked does not fit into the memory that was allowed
+    │   ├── BudgetExceeded      what is asked does not fit into the memory that was allowed
+    │   └── RankFailed          another rank of the group failed, stopped or vanished
     ├── ModelError              the checkpoint and the model do not fit
     │   ├── UnknownArchitecture no class for what config.json names
+    │   ├── UnsupportedQuantization the weights are packed in a way that cannot be read here
     │   └── PlacementError      missing, doubled, unexpected or mismatched tensors
     └── ServingError            the server could not start or keep its promise
 
@@ -156,12 +158,28 @@ class BudgetExceeded(StreamError):
     """What is asked does not fit into the memory that was allowed."""
 
 
+class RankFailed(StreamError):
+    """Another rank of the group failed, stopped or vanished; ``why`` is what it said.
+
+    ``rank`` is its number in the group, -1 where it is not known which one vanished.
+    """
+
+    def __init__(self, what: str, why: str = "", mend: str = "", rank: int = -1) -> None:
+        super().__init__(what, why, mend)
+        self.rank = rank
+        self.args = (what, why, mend, rank)  # what an unpickled copy is made of
+
+
 class ModelError(HeadraceError):
     """The checkpoint and the model do not fit."""
 
 
 class UnknownArchitecture(ModelError):
     """No class for what config.json names."""
+
+
+class UnsupportedQuantization(ModelError):
+    """The weights are packed in a way that cannot be read here."""
 
 
 class PlacementError(ModelError):

@@ -41,15 +41,68 @@ class TransportSettings:
     """Longest wait before the second attempt; it doubles from there (full jitter)."""
     backoff_most_s: float = 10.0
     """Longest wait between two attempts."""
+    bandwidth_bytes_per_s: int = 0
+    """Most bytes per second from remote stores, all connections together. 0: no limit."""
+    http_proxy: str = field(default="", repr=False)
+    """Proxy for ``http`` stores, ``http://[user:password@]host:port``. Empty: none."""
+    https_proxy: str = field(default="", repr=False)
+    """Proxy for ``https`` stores, tunnelled through."""
+    no_proxy: str = ""
+    """Hosts that are reached directly: names, suffixes, ``*``, with commas between."""
     hedge_after_s: float = 3.0
     """A last read that takes longer than this, and much longer than its peers, is asked for a second time. 0: never."""
 
     def __post_init__(self) -> None:
-        for name, least in (("num_connections", 1), ("read_bytes", 4096), ("gap_bytes", 0), ("max_attempts", 1)):
-            _check_number(name, getattr(self, name), least, whole=True)
+        least = {
+            "num_connections": 1,
+            "read_bytes": 4096,
+            "gap_bytes": 0,
+            "max_attempts": 1,
+            "bandwidth_bytes_per_s": 0,
+        }
+        for name, smallest in least.items():
+            _check_number(name, getattr(self, name), smallest, whole=True)
         for item in fields(self):
-            if item.name.endswith("_s"):
+            if item.name.endswith("_s") and item.name not in least:
                 _check_number(item.name, getattr(self, item.name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AzureSettings:
+    """Which Azure storage account is used, and with what. Nothing here is read by the Azure SDK itself; keys and tokens stay out of the repr."""
+
+    account: str = ""
+    """Name of the account (`AZURE_STORAGE_ACCOUNT`, `AZURE_STORAGE_ACCOUNT_NAME`)."""
+    connection_string: str = field(default="", repr=False)
+    """Account, endpoint and key or SAS in one, as the portal gives it (`AZURE_STORAGE_CONNECTION_STRING`); wins over all others."""
+    sas_token: str = field(default="", repr=False)
+    """Shared access signature, with or without its question mark (`AZURE_STORAGE_SAS_TOKEN`)."""
+    account_key: str = field(default="", repr=False)
+    """Key of the account, in base64 (`AZURE_STORAGE_KEY`, `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_ACCESS_KEY`)."""
+    endpoint: str = field(default="", repr=False)
+    """URL of the account's blob service, for an emulator or a domain of one's own (`AZURE_STORAGE_ENDPOINT`, `AZURE_STORAGE_SERVICE_ENDPOINT`)."""
+    endpoint_suffix: str = "core.windows.net"
+    """What follows ``account.blob.`` in the host name (`AZURE_STORAGE_ENDPOINT_SUFFIX`)."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> AzureSettings:
+        """Return what ``environment`` (default: the process's) says. Of several variables for one thing, the first that is set counts."""
+        source = os.environ if environment is None else environment
+        found = {
+            name: next((source[variable].strip() for variable in variables if source.get(variable)), "")
+            for name, variables in _AZURE_VARIABLES.items()
+        }
+        return cls(**{name: value for name, value in found.items() if value})
+
+
+_AZURE_VARIABLES = {
+    "account": ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME"),
+    "connection_string": ("AZURE_STORAGE_CONNECTION_STRING",),
+    "sas_token": ("AZURE_STORAGE_SAS_TOKEN",),
+    "account_key": ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY"),
+    "endpoint": ("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT"),
+    "endpoint_suffix": ("AZURE_STORAGE_ENDPOINT_SUFFIX",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +124,23 @@ class Settings:
     """Send no credentials to S3 and look for none, for public buckets (`HEADRACE_S3_ANONYMOUS`)."""
     s3_addressing_style: str | None = None
     """path, virtual or auto (`HEADRACE_S3_ADDRESSING_STYLE`); None takes the AWS configuration's."""
+    gcs_anonymous: bool = False
+    """Send no token to Google Cloud Storage and look for no credentials, for public buckets (`HEADRACE_GCS_ANONYMOUS`)."""
+    gcs_credentials_file: Path | None = None
+    """Key file of a service account (`HEADRACE_GCS_CREDENTIALS_FILE`, `RUNAI_STREAMER_GCS_CREDENTIAL_FILE`); None asks for Google's application
+    default credentials."""
+    gcs_endpoint: str | None = None
+    """Another endpoint than Google's (`HEADRACE_GCS_ENDPOINT`, `CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE`); one over plain HTTP gets no token."""
+    gcs_user_project: str | None = None
+    """Project that pays, for buckets whose readers do (`HEADRACE_GCS_USER_PROJECT`)."""
+    azure: AzureSettings | None = None
+    """Account and credentials for Azure; None reads the `AZURE_STORAGE_*` variables whenever they are needed."""
+    azure_anonymous: bool = False
+    """Send no credentials to Azure and look for none, for public containers (`HEADRACE_AZURE_ANONYMOUS`)."""
+    http_token: str | None = field(default=None, repr=False)
+    """Token for `http` and `https` uris (`HEADRACE_HTTP_TOKEN`): sent as `Authorization: Bearer` to the server that the uri names, and to no other."""
+    ca_file: str | None = None
+    """Certificates to trust for `https`, `hf` and `az` uris, in PEM form (`SSL_CERT_FILE`, `REQUESTS_CA_BUNDLE`); None means the system's."""
     verify_tls: bool = True
     """Check servers' certificates (`HEADRACE_VERIFY_TLS`)."""
     transport: TransportSettings = field(default_factory=TransportSettings)
@@ -135,9 +205,28 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "LOCAL_WORLD_SIZE": ("local_ranks", int),
     "HEADRACE_S3_ANONYMOUS": ("s3_anonymous", _switch),
     "HEADRACE_S3_ADDRESSING_STYLE": ("s3_addressing_style", str),
+    "HEADRACE_GCS_ANONYMOUS": ("gcs_anonymous", _switch),
+    # Of two for one thing, the later wins: ours.
+    "RUNAI_STREAMER_GCS_CREDENTIAL_FILE": ("gcs_credentials_file", lambda text: Path(text).expanduser()),
+    "HEADRACE_GCS_CREDENTIALS_FILE": ("gcs_credentials_file", lambda text: Path(text).expanduser()),
+    "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": ("gcs_endpoint", str),
+    "HEADRACE_GCS_ENDPOINT": ("gcs_endpoint", str),
+    "HEADRACE_GCS_USER_PROJECT": ("gcs_user_project", str),
+    "HEADRACE_AZURE_ANONYMOUS": ("azure_anonymous", _switch),
+    "HEADRACE_HTTP_TOKEN": ("http_token", str),
+    "REQUESTS_CA_BUNDLE": ("ca_file", str),
+    "SSL_CERT_FILE": ("ca_file", str),
     "HEADRACE_VERIFY_TLS": ("verify_tls", _switch),
     "HEADRACE_CONNECTIONS": ("num_connections", int),
     "HEADRACE_READ_BYTES": ("read_bytes", parse_bytes),
+    "HEADRACE_BANDWIDTH_LIMIT": ("bandwidth_bytes_per_s", parse_bytes),
+    # The names that curl and the SDKs know, in both spellings; the lower one wins where they differ, as with curl.
+    "HTTP_PROXY": ("http_proxy", str),
+    "http_proxy": ("http_proxy", str),
+    "HTTPS_PROXY": ("https_proxy", str),
+    "https_proxy": ("https_proxy", str),
+    "NO_PROXY": ("no_proxy", str),
+    "no_proxy": ("no_proxy", str),
     "HEADRACE_CONNECT_TIMEOUT": ("connect_timeout_s", float),
     "HEADRACE_IDLE_TIMEOUT": ("idle_timeout_s", float),
     "HEADRACE_TOTAL_TIMEOUT": ("total_timeout_s", float),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, core_model_loading, modeling_utils
 from transformers.models.auto import modeling_auto
+from transformers.quantizers import auto as quantizers
 
 from headrace.engines.conversion import LazyValue, synchronous_loading
 
@@ -92,3 +93,21 @@ def test_a_value_is_asked_for_only_through_what_a_lazy_value_has() -> None:
     source = inspect.getsource(core_model_loading._materialize_copy)
     assert "tensor = tensor[...]" in source
     assert {"dtype", "shape", "get_shape", "get_dtype", "is_floating_point", "__getitem__"} <= set(dir(LazyValue))
+
+
+def test_quantizers_are_looked_up_by_method_in_two_tables() -> None:
+    for method in ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes_4bit", "bitsandbytes_8bit"):
+        assert method in quantizers.AUTO_QUANTIZER_MAPPING and method in quantizers.AUTO_QUANTIZATION_CONFIG_MAPPING
+    assert "modelopt" not in quantizers.AUTO_QUANTIZER_MAPPING
+
+
+def test_a_method_without_a_quantizer_is_skipped_and_only_logged() -> None:
+    """Which is why it is refused before Transformers sees it."""
+    assert quantizers.AutoHfQuantizer.supports_quant_method({"quant_method": "modelopt"}) is False
+    assert "model.hf_quantizer = hf_quantizer" in inspect.getsource(PreTrainedModel.from_pretrained.__func__)
+
+
+def test_the_quantization_is_taken_from_the_top_of_the_configuration() -> None:
+    source = inspect.getsource(quantizers.get_hf_quantizer)
+    assert 'getattr(config, "quantization_config", None)' in source
+    assert quantizers.__name__.startswith("transformers.quantizers.")

@@ -24,15 +24,19 @@ ARROWS: dict[str, set[str]] = {
     "quantization": {"storage", "transport", "checkpoint"},
     "streaming": {"storage", "transport", "checkpoint"},
     "engines": {"storage", "transport", "checkpoint", "quantization", "streaming"},
+    "compat": {"storage", "transport", "checkpoint", "quantization", "streaming", "engines"},
     "serving": {"storage", "transport", "checkpoint", "quantization", "streaming", "engines"},
     "cli": {"storage", "transport", "checkpoint", "quantization", "streaming", "engines", "serving"},
 }
 """Package to the packages that it may import, besides itself and the ground."""
 
 OPTIONAL_HOMES = {
-    "torch": {"streaming", "quantization", "engines", "serving", "cli"},
+    "torch": {"streaming", "quantization", "engines", "compat", "serving", "cli"},
     "boto3": {"storage", "cli"},
     "botocore": {"storage", "cli"},
+    "google": {"storage"},
+    "requests": {"storage"},
+    "urllib3": {"storage"},
     "transformers": {"engines", "serving", "cli"},
     "accelerate": {"engines"},
     "fastapi": set(),
@@ -41,9 +45,11 @@ OPTIONAL_HOMES = {
     "prometheus_client": {"serving"},
     "openai": {"cli"},
     "typer": {"cli"},
-    "safetensors": set(),
+    "runai_model_streamer": {"streaming"},
+    "runai_model_streamer_s3": {"streaming"},
+    "safetensors": {"streaming"},
 }
-"""Package from elsewhere to the packages of ours that may import it. ``safetensors`` is the reference in tests; we read the format ourselves."""
+"""Package from elsewhere to the packages of ours that may import it. ``safetensors`` maps files, where that is asked for; we read the format ourselves."""
 
 
 def modules() -> list[Path]:

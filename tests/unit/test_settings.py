@@ -44,6 +44,19 @@ def test_code_wins_over_the_environment_and_none_means_not_given() -> None:
     assert (settings.transport.num_connections, settings.memory_limit_bytes) == (3, 1 << 30)
 
 
+def test_google_s_and_run_ai_s_names_are_read_and_ours_win() -> None:
+    environment = {
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": "https://other.example",
+        "RUNAI_STREAMER_GCS_CREDENTIAL_FILE": "/keys/other.json",
+    }
+    settings = Settings.from_environment(environment)
+    assert (settings.gcs_endpoint, settings.gcs_credentials_file) == ("https://other.example", Path("/keys/other.json"))
+    ours = {"HEADRACE_GCS_ENDPOINT": "https://ours.example", "HEADRACE_GCS_CREDENTIALS_FILE": "/keys/ours.json"}
+    settings = Settings.from_environment(ours | environment | {"HEADRACE_GCS_ANONYMOUS": "1"})
+    assert (settings.gcs_endpoint, settings.gcs_credentials_file) == ("https://ours.example", Path("/keys/ours.json"))
+    assert settings.gcs_anonymous
+
+
 def test_an_empty_variable_is_as_none() -> None:
     assert (
         Settings.from_environment({"HEADRACE_CONNECTIONS": ""}).transport.num_connections

@@ -68,7 +68,10 @@ def _open(store: ObjectStore, settings: Settings, fetch: Fetch, owns_store: bool
     uri = str(store.uri)
     top = store.list_level()
     objects = {stored.key: stored for stored in top.objects}
-    index, notes = _read_index(store, objects)
+    # The folder of a local store is used as it is, and need not be known in depth.
+    side = list_side_files(store, top, SideLimits(depth=0) if store.uri.scheme == "file" else None)
+    side_files = SideFiles(store, side.objects, cache_dir=settings.cache_dir)
+    index, notes = _read_index(store, objects, side_files)
     selection = _select(store, top, index, objects)
     weights = tuple(objects[key] for key in selection.files)
     headers = read_headers(store, weights, fetch, num_threads=settings.transport.num_connections)
@@ -79,18 +82,18 @@ def _open(store: ObjectStore, settings: Settings, fetch: Fetch, owns_store: bool
             "The headers of the files are valid and name none.",
             "Upload the files again from where they were made.",
         )
-    # The folder of a local store is used as it is, and need not be known in depth.
-    side = list_side_files(store, top, SideLimits(depth=0) if store.uri.scheme == "file" else None)
     contents = Contents(
         entries=entries,
         metadata=MappingProxyType({header.file: header.metadata for header in headers}),
         notes=(*notes, *selection.notes, *more_notes, *side.notes),
     )
-    side_files = SideFiles(store, side.objects, cache_dir=settings.cache_dir)
     return Checkpoint(store, Snapshot(uri, weights, side.objects), contents, side_files, owns_store=owns_store)
 
 
-def _read_index(store: ObjectStore, objects: Mapping[str, StoredObject]) -> tuple[WeightIndex | None, tuple[str, ...]]:
+def _read_index(
+    store: ObjectStore, objects: Mapping[str, StoredObject], side_files: SideFiles
+) -> tuple[WeightIndex | None, tuple[str, ...]]:
+    """Return the index, from the mirror of side files where another process has filled it with this version, and what is to be said of its choice."""
     key, notes = choose_index(objects, store.selected_key)
     if key is None:
         return None, notes
@@ -100,7 +103,10 @@ def _read_index(store: ObjectStore, objects: Mapping[str, StoredObject]) -> tupl
         raise InvalidIndex(
             f"The index {key} is {stored.size_bytes:,} bytes.", "No index is so large.", f"Look at {uri}."
         )
-    raw = store.read_object(stored) if stored.size_bytes else b""
+    if stored in side_files.objects:
+        raw = side_files.read(key)
+    else:
+        raw = store.read_object(stored) if stored.size_bytes else b""
     return parse_index(raw, key, uri=uri), notes
 
 

@@ -1,16 +1,20 @@
-"""Options that people know from vLLM and SGLang and that Headrace does not have: what to say instead of "no such option". Pure."""
+"""Options that people know from vLLM and SGLang and that Headrace does not have: what to say instead of "no such option". Pure, but for the list of their names.
+
+``foreign_options.txt`` lists the options of vLLM 0.32 and SGLang 0.5.23, and of some releases before, without those that Headrace has; a test keeps it so.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
 
 _PARALLEL = "Headrace serves a model from one process on one device so far."
 _LIMITS = "How much context fits follows from the model's configuration and the device's memory."
 _CHECKPOINT = "Headrace reads it from the checkpoint."
-_LOADING = "Loading is set by --connections and --memory-limit; weights are always streamed."
-_ENGINE = ""
 
-FOREIGN_OPTIONS: dict[str, str] = {
+REASONS: dict[str, str] = {
     "--tensor-parallel-size": _PARALLEL,
     "-tp": _PARALLEL,
     "--tp": _PARALLEL,
@@ -33,44 +37,52 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "--max-running-requests": _LIMITS,
     "--gpu-memory-utilization": _LIMITS,
     "--mem-fraction-static": _LIMITS,
-    "--quantization": _CHECKPOINT,
-    "-q": _CHECKPOINT,
-    "--tokenizer": _CHECKPOINT,
-    "--tokenizer-path": _CHECKPOINT,
     "--chat-template": _CHECKPOINT,
     "--generation-config": _CHECKPOINT,
-    "--load-format": _LOADING,
-    "--model-loader-extra-config": _LOADING,
+    "--tokenizer-mode": _CHECKPOINT,
     "--download-dir": "Weights are not downloaded; side files go to --cache-dir.",
-    "--kv-cache-dtype": _ENGINE,
-    "--attention-backend": _ENGINE,
-    "--enforce-eager": _ENGINE,
-    "--disable-cuda-graph": _ENGINE,
-    "--enable-prefix-caching": _ENGINE,
-    "--enable-chunked-prefill": _ENGINE,
-    "--chunked-prefill-size": _ENGINE,
-    "--speculative-config": _ENGINE,
-    "--speculative-algorithm": _ENGINE,
-    "--enable-lora": _ENGINE,
-    "--lora-modules": _ENGINE,
-    "--lora-paths": _ENGINE,
-    "--tool-call-parser": _ENGINE,
-    "--enable-auto-tool-choice": _ENGINE,
-    "--reasoning-parser": _ENGINE,
-    "--seed": _ENGINE,
-    "--random-seed": _ENGINE,
+    "--max-parallel-loading-workers": "Loading is set by --connections and --memory-limit.",
 }
-"""Option to a sentence that says what holds instead; empty where there is nothing to say."""
+"""Option to a sentence that says what holds instead, where there is one to say."""
+FOREIGN_LOAD_FORMATS = frozenset(
+    [
+        *("bitsandbytes", "expert_pack", "fastsafetensors", "flash_rl", "gguf", "hf", "instanttensor", "layered"),
+        *("mistral", "modelexpress", "npcache", "presharded", "private", "pt", "remote", "remote_instance"),
+        *("runai_streamer_sharded", "sharded_state", "tensorizer"),
+    ]
+)
+"""Load formats of theirs that Headrace has not."""
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+
+
+@cache
+def foreign_options() -> frozenset[str]:
+    """Return the options that only the others have."""
+    names = files("headrace.cli").joinpath("foreign_options.txt").read_text("utf-8").split()
+    return frozenset([*names, *REASONS])
 
 
 def find_foreign_option(arguments: Sequence[str]) -> str | None:
-    """Return what to tell somebody who typed ``headrace serve`` with one of those options, or None."""
+    """Return what to tell somebody who typed ``headrace serve`` with one of those options, in any of their spellings, or None."""
     if not arguments or arguments[0] != "serve":
         return None
     for argument in arguments[1:]:
-        option = argument.partition("=")[0]
-        if option == "--":
+        if argument == "--":
             return None
-        if option in FOREIGN_OPTIONS:
-            return f"{option} is known to vLLM/SGLang, not supported yet by Headrace. {FOREIGN_OPTIONS[option]}".strip()
+        typed = argument.partition("=")[0]
+        option = _known_option(typed)
+        if option is not None:
+            return f"{typed} is known to vLLM/SGLang, not supported yet by Headrace. {REASONS.get(option, '')}".strip()
+    return None
+
+
+def _known_option(typed: str) -> str | None:
+    """Return the option that ``typed`` is a spelling of: with underscores, as ``--no-…``, with a field after a dot (``-cc.mode``), or with a level (``-O3``)."""
+    match = _OPTION.match(typed)
+    if match is None:
+        return None
+    option = match[0].replace("_", "-")
+    for candidate in (option, f"--{option.removeprefix('--no-')}", option.rstrip("0123456789")):
+        if candidate in foreign_options():
+            return candidate
     return None

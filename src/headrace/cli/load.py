@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from headrace.cli.console import print_json, print_rows
 from headrace.settings import Settings
-from headrace.streaming import LoadProgress, LoadReport, ProgressDisplay, stream
+from headrace.streaming import ExtraConfig, LoadProgress, LoadReport, ProgressDisplay, parse_extra_config, stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +19,22 @@ class LoadOptions:
     include: Sequence[str] = ()
     """Globs on whole tensor names; empty wants all."""
     exclude: Sequence[str] = ()
+    load_format: str = "auto"
+    extra_config: ExtraConfig = field(default_factory=ExtraConfig)
+    """It takes the place of what ``settings`` say; see `unsaid`."""
     keep: bool = False
     """Hold every tensor until the end, as an engine does, rather than drop each as it comes."""
     json: bool = False
+
+
+def unsaid(extra_config: str | None, *, connections: int | None, memory_limit: int | None) -> ExtraConfig:
+    """Return what ``extra_config`` says and no option of ours says already. Raises `InvalidSetting`."""
+    extra = parse_extra_config(extra_config)
+    if connections is not None:
+        extra = replace(extra, concurrency=None)
+    if memory_limit is not None:
+        extra = replace(extra, memory_limit=None)
+    return extra
 
 
 def load(options: LoadOptions) -> None:
@@ -43,6 +56,8 @@ def stream_once(options: LoadOptions) -> LoadReport:
             exclude=options.exclude or None,
             # What is dropped at once may come through memory that is used again, as an engine's copies do.
             ownership="owned" if options.keep else "leased",
+            load_format=options.load_format,
+            extra_config=options.extra_config,
             settings=options.settings,
             progress=progress,
         )

@@ -14,6 +14,7 @@ import typer
 
 from headrace.cli.console import reported
 from headrace.cli.foreign import find_foreign_option
+from headrace.cli.values import LOAD_FORMATS, json_object, load_format, without_keys
 from headrace.errors import InvalidSetting
 from headrace.settings import Settings
 from headrace.units import parse_memory_limit
@@ -92,7 +93,8 @@ def _common(
     pass
 
 
-@app.command("serve")
+# vLLM takes underscores for dashes in its options, and people type them so.
+@app.command("serve", context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
 def _serve(
     uri: Annotated[
         str | None, typer.Argument(metavar="URI", help="What to serve: s3://bucket/prefix, or a folder.")
@@ -112,12 +114,49 @@ def _serve(
             help="What requests must bear. The variable is safer: others can read a command line.",
         ),
     ] = None,
+    wanted_format: Annotated[
+        str,
+        typer.Option(
+            "--load-format",
+            parser=load_format,
+            metavar="FORMAT",
+            help=f"How weights come: {', '.join(LOAD_FORMATS)}. auto streams every uri.",
+        ),
+    ] = "auto",
+    extra_config: Annotated[
+        str | None,
+        typer.Option(
+            "--model-loader-extra-config",
+            parser=json_object,
+            metavar="JSON",
+            help="concurrency, memory_limit (bytes), distributed, as one JSON object; other options win.",
+        ),
+    ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            "--quantization", "-q", metavar="METHOD", help="Insist on this method.", show_default="the checkpoint's"
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="What to compute in: auto, bfloat16, float16, float32.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1.")] = "auto",
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="A hub repository's revision.")] = None,
+    tokenizer_path: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer-path",
+            "--tokenizer",
+            metavar="URI",
+            help="Take the tokenizer from the side files there.",
+            show_default="the model's",
+        ),
+    ] = None,
+    skip_tokenizer_init: Annotated[
+        bool, typer.Option("--skip-tokenizer-init", help="Do without a tokenizer: token ids in, token ids out.")
+    ] = False,
     load_deadline: Annotated[
         float | None,
         typer.Option(min=0, metavar="SECONDS", help="Give up where loading takes longer.", show_default="none"),
@@ -152,10 +191,15 @@ def _serve(
             host=host,
             port=port,
             api_key=api_key,
+            load_format=wanted_format,
+            extra_config=without_keys(extra_config, concurrency=connections, memory_limit=memory_limit),
+            quantization=quantization,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
             revision=revision,
+            tokenizer_path=tokenizer_path,
+            skip_tokenizer_init=skip_tokenizer_init,
             load_deadline_s=load_deadline,
             load_stall_s=load_stall,
             drain_s=drain,
@@ -177,6 +221,24 @@ def _load(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help="Leave out tensors with such names.")
     ] = None,
+    wanted_format: Annotated[
+        str,
+        typer.Option(
+            "--load-format",
+            parser=load_format,
+            metavar="FORMAT",
+            help="Who moves the bytes: auto, headrace, runai_streamer, safetensors (local files).",
+        ),
+    ] = "auto",
+    extra_config: Annotated[
+        str | None,
+        typer.Option(
+            "--model-loader-extra-config",
+            parser=json_object,
+            metavar="JSON",
+            help="concurrency, memory_limit (bytes), distributed, as one JSON object; other options win.",
+        ),
+    ] = None,
     json: Json = False,
     connections: Connections = None,
     memory_limit: MemoryLimit = None,
@@ -185,11 +247,17 @@ def _load(
 ) -> None:
     """Stream a checkpoint into memory and say what that took."""
     with reported(debug=debug):
-        from headrace.cli.load import LoadOptions, load
+        from headrace.cli.load import LoadOptions, load, unsaid
 
-        settings = _settings(connections, memory_limit, no_progress=no_progress)
         wanted = LoadOptions(
-            uri=uri, settings=settings, include=include or (), exclude=exclude or (), keep=keep, json=json
+            uri=uri,
+            settings=_settings(connections, memory_limit, no_progress=no_progress),
+            include=include or (),
+            exclude=exclude or (),
+            load_format=wanted_format,
+            extra_config=unsaid(extra_config, connections=connections, memory_limit=memory_limit),
+            keep=keep,
+            json=json,
         )
         load(wanted)
 

@@ -1,4 +1,5 @@
-"""`headrace serve`: puts a loader, an engine and a server together, and ends the process with its last words when that fails."""
+"""`headrace serve`: puts a loader, an engine and a server together, and ends the process with its last words when that
+fails."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +26,13 @@ from headrace.settings import Settings
 from headrace.storage.uri import Uri, parse_uri
 
 if TYPE_CHECKING:
-    from headrace.checkpoint import Checkpoint
+    from headrace.checkpoint import Checkpoint, SideFiles
     from headrace.serving.backend import LoadedModel
 
 logger = logging.getLogger("headrace.serving")
 
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+_DTYPE_SYNONYMS = {"half": "float16", "float": "float32", "double": "float64"}
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -43,6 +47,12 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
+    load_format: str = "auto"
+    """A `headrace.streaming.formats.LoadFormat`."""
+    extra_config: str | None = None
+    """A JSON object; see `headrace.streaming.formats.ExtraConfig`."""
+    quantization: str | None = None
+    """The method to insist on; None for the checkpoint's."""
     dtype: str = "auto"
     """A torch dtype's name, or ``auto``: as stored, but on a CPU the faster of that and float32."""
     device: str = "auto"
@@ -50,6 +60,10 @@ class ServeOptions:
     trust_remote_code: bool = False
     revision: str | None = None
     """Of a hub repository."""
+    tokenizer_path: str | None = None
+    """A uri whose side files hold the tokenizer; None for the model's."""
+    skip_tokenizer_init: bool = False
+    """Do without a tokenizer: token ids in, token ids out."""
     load_deadline_s: float | None = None
     """Longest time until the model is ready."""
     load_stall_s: float | None = None
@@ -98,6 +112,12 @@ def served_name(uri: Uri) -> str:
 
 def _make_server(options: ServeOptions) -> Server:
     uri = _with_revision(parse_uri(options.uri), options.revision)
+    if _DTYPE_SYNONYMS.get(options.dtype, options.dtype) not in DTYPES:
+        raise InvalidSetting(f"--dtype {options.dtype!r} is not one.", f"Known are {', '.join(DTYPES)}.")
+    if options.tokenizer_path is not None:
+        parse_uri(options.tokenizer_path)
+        if options.skip_tokenizer_init:
+            raise InvalidSetting("--tokenizer-path and --skip-tokenizer-init contradict each other.", mend="Give one.")
     check_installed()
     name = options.served_model_name or served_name(uri)
     settings = ServerSettings(
@@ -120,15 +140,21 @@ def _loader(uri: Uri, name: str, options: ServeOptions) -> Callable[[LoadProgres
     def load(progress: LoadProgress, metrics: Metrics) -> Backend:
         import torch
 
+        from headrace.cli.token_ids import TokenIds
         from headrace.serving.backend import make_backend, make_transformers_engine
         from headrace.serving.hardware import num_usable_cpus
+        from headrace.serving.transformers_engine import TransformersEngine
 
         num_threads = num_usable_cpus()
         torch.set_num_threads(num_threads)
         loaded = _load_model(uri, name, options, progress)
         return make_backend(
             loaded,
-            lambda loaded: make_transformers_engine(loaded, num_threads=num_threads),
+            lambda loaded: (
+                make_transformers_engine(loaded, num_threads=num_threads)
+                if loaded.tokenizer is not None
+                else (TransformersEngine(loaded.model, None, num_threads=num_threads), TokenIds())
+            ),
             progress=progress,
             metrics=metrics,
             max_waiting=options.max_waiting,
@@ -139,16 +165,31 @@ def _loader(uri: Uri, name: str, options: ServeOptions) -> Callable[[LoadProgres
 
 def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgress) -> LoadedModel:
     import headrace
-    from headrace.engines.transformers import load_tokenizer
+    from headrace.checkpoint.sideopening import open_side_files
+    from headrace.engines.routing import UriKind, route
     from headrace.serving.backend import LoadedModel
+    from headrace.streaming.formats import LoadFormat
     from headrace.streaming.report import LoadReport
 
     reports: list[LoadReport] = []
-    with headrace.open(uri.text or str(uri), settings=options.settings, progress=progress) as checkpoint:
+    route(LoadFormat.parse(options.load_format), UriKind.of(uri))  # what can never be is said before anything is opened
+    source = uri.text or str(uri)
+    with ExitStack() as opened:
+        checkpoint = None
+        if options.load_format == LoadFormat.DUMMY:
+            side_files = opened.enter_context(open_side_files(source, settings=options.settings))
+        else:
+            checkpoint = opened.enter_context(headrace.open(source, settings=options.settings, progress=progress))
+            side_files = checkpoint.side_files
+        with progress.during("side files"):
+            side_files.folder()  # once, here; whoever needs one of them after this gets the local folder
         # Before the weights: what is wrong with it is known in a second.
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=options.trust_remote_code)
+        tokenizer = _load_tokenizer(side_files, options)
         model = headrace.load_model(
-            checkpoint,
+            checkpoint or source,
+            load_format=options.load_format,
+            quantization=options.quantization,
+            extra_config=options.extra_config,
             trust_remote_code=options.trust_remote_code,
             settings=options.settings,
             progress=progress,
@@ -158,23 +199,34 @@ def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgre
     return LoadedModel(model=model, tokenizer=tokenizer, name=name, report=reports[0] if reports else None)
 
 
-def _placing(checkpoint: Checkpoint, options: ServeOptions) -> dict[str, Any]:
-    """Return where the model goes and in which dtype, as ``from_pretrained`` takes it."""
+def _load_tokenizer(side_files: SideFiles, options: ServeOptions) -> Any:
+    """Return the tokenizer that was asked for: the model's, another uri's, or None."""
+    from headrace.checkpoint.sideopening import open_side_files
+    from headrace.engines.transformers import load_tokenizer
+
+    if options.skip_tokenizer_init:
+        return None
+    if options.tokenizer_path is None:
+        return load_tokenizer(side_files, trust_remote_code=options.trust_remote_code)
+    with open_side_files(options.tokenizer_path, settings=options.settings) as others:
+        return load_tokenizer(others, trust_remote_code=options.trust_remote_code)
+
+
+def _placing(checkpoint: Checkpoint | None, options: ServeOptions) -> dict[str, Any]:
+    """Return where the model goes and in which dtype, as ``from_pretrained`` takes it. Without weights ``auto`` is what config.json says."""
     import torch
 
     from headrace.serving.hardware import available_bytes, choose_cpu_dtype, product_seconds
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    dtype = options.dtype
-    if dtype == "auto" and device == "cpu":
+    dtype = _DTYPE_SYNONYMS.get(options.dtype, options.dtype)
+    if dtype == "auto" and device == "cpu" and checkpoint is not None:
         stored: Counter[str] = Counter()
         for entry in checkpoint.entries.values():
             stored[entry.dtype] += entry.size_bytes
         dtype = choose_cpu_dtype(stored, available=available_bytes(), seconds_of=product_seconds)
         if dtype != "auto":
             logger.info("Computing in %s: on this processor that is faster than the stored dtype.", dtype)
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InvalidSetting(f"--dtype {dtype!r} is not one.", "Known are auto, bfloat16, float16 and float32.")
     placing: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     if device != "cpu":
         placing["device_map"] = {"": device}

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from headrace.errors import UnknownArchitecture
+from headrace.errors import ModelError, UnknownArchitecture
 
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -70,6 +70,21 @@ def find_model_class(config: Any, folder: Path, *, source: str, trust_remote_cod
         if type(config) in mapping:
             return _one_of(mapping[type(config)], names)
     raise _unknown(names or [type(config).__name__], source)
+
+
+def unusable_tokenizer(folder: Path, error: Exception, *, trust_remote_code: bool) -> ModelError:
+    """Return the error for a tokenizer that Transformers could not make of the side files in ``folder``: of the configuration, if that is the cause."""
+    if (folder / "config.json").is_file():
+        try:
+            load_config(folder, source=str(folder), trust_remote_code=trust_remote_code, options={})
+        except UnknownArchitecture as cause:
+            return cause
+    found = sorted(path.name for path in folder.glob("*token*")) or ["none whose name has token in it"]
+    return ModelError(
+        f"The tokenizer in {folder} cannot be loaded.",
+        f"{_first_lines(error)} Tokenizer files there: {', '.join(found)}.",
+        "Upload tokenizer.json and tokenizer_config.json beside the weights, or what the model's own tokenizer class needs.",
+    )
 
 
 def _mapped(mapping: Any, config: Any, *, source: str) -> Any:

@@ -35,6 +35,8 @@ _environment_lock = threading.RLock()
 
 LoadWeights = Callable[[Any, Mapping[str, Any], Any], tuple[Any, Any]]
 """``(model, state_dict, load_config) -> (loading_info, disk_offload_index)``: the class's own filling of a meta model."""
+Fill = Callable[[Any, Any, LoadWeights], tuple[Any, Any]]
+"""``(model, load_config, load_weights) -> (loading_info, disk_offload_index)``: what is done in its place, by way of it."""
 
 
 class LazyValue:
@@ -76,7 +78,7 @@ class PlacingClass:
     The model that comes out is an instance of the class itself; nothing of Transformers is changed.
     """
 
-    def __init__(self, model_class: Any, load: Callable[[Any, Any, LoadWeights], tuple[Any, Any]]) -> None:
+    def __init__(self, model_class: Any, load: Fill) -> None:
         self._model_class = model_class
         self._load = load
 

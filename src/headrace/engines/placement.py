@@ -50,16 +50,16 @@ def check_placement(placement: Placement, *, source: str, model_class: str, tole
         )
     if placement.doubled:
         doubled = [f"{name} from {' and '.join(names)}" for name, names in placement.doubled.items()]
-        lines.append(f"doubled ({len(doubled)}): {_listed(doubled)}")
+        lines.append(f"doubled ({len(doubled)}): {list_names(doubled)}")
     if placement.mismatched and not tolerate_mismatch:
         pairs = [
             f"{name} is stored as {list(stored)}, the model wants {list(wanted)}"
             for name, (stored, wanted) in placement.mismatched.items()
         ]
-        lines.append(f"mismatched ({len(pairs)}): {_listed(pairs)}")
+        lines.append(f"mismatched ({len(pairs)}): {list_names(pairs)}")
     if placement.failed:
         lines.append(
-            f"not convertible ({len(placement.failed)}): {_listed([f'{name}: {why}' for name, why in placement.failed.items()])}"
+            f"not convertible ({len(placement.failed)}): {list_names([f'{name}: {why}' for name, why in placement.failed.items()])}"
         )
     if not lines:
         return
@@ -75,9 +75,9 @@ def check_ledger(*, taken: Iterable[str], placement: Placement, unfilled: Sequen
     left = sorted({entry.name for entry in placement.order} - set(taken))
     lines = []
     if left:
-        lines.append(f"not taken ({len(left)}): {_listed(left)}")
+        lines.append(f"not taken ({len(left)}): {list_names(left)}")
     if unfilled:
-        lines.append(f"not filled ({len(unfilled)}): {_listed(unfilled)}")
+        lines.append(f"not filled ({len(unfilled)}): {list_names(unfilled)}")
     if lines:
         raise PlacementError(
             f"The load of {source} ended with an account that does not add up.",
@@ -91,10 +91,11 @@ def _with_hints(names: Sequence[str], others: Sequence[str]) -> str:
     for name in names[:_MOST_NAMES]:
         near = get_close_matches(name, others[:2000], n=1, cutoff=0.75)
         hinted.append(f"{name} (near {near[0]})" if near else name)
-    return _listed(hinted, total=len(names))
+    return list_names(hinted, total=len(names))
 
 
-def _listed(names: Sequence[str], *, total: int | None = None) -> str:
+def list_names(names: Sequence[str], *, total: int | None = None) -> str:
+    """Return the first of ``names`` in one line, and how many more there are."""
     count = len(names) if total is None else total
     shown = ", ".join(names[:_MOST_NAMES])
     return shown if count <= _MOST_NAMES else f"{shown} and {count - _MOST_NAMES} more"

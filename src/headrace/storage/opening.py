@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from headrace.errors import InvalidUri, MissingDependency
-from headrace.settings import Settings
+from headrace.errors import MissingDependency
+from headrace.settings import AzureSettings, Settings
+from headrace.storage.azure_location import is_azure_url
 from headrace.storage.local import LocalStore
 from headrace.storage.store import ObjectStore
 from headrace.storage.uri import Uri, parse_uri
@@ -19,7 +20,8 @@ def open_store(uri: str | os.PathLike[str] | Uri, *, settings: Settings, s3: S3O
     """Return the store that ``uri`` points into, rooted at the folder it names; close it after use.
 
     A name that ends in ``.safetensors`` or ``.safetensors.index.json`` is a single file: the store is then rooted at its folder and has a
-    ``selected_key``. Only the kind of a local path is looked up; no connection is opened. ``s3`` takes the place of what ``settings`` say of S3.
+    ``selected_key``. Only the kind of a local path is looked up; no connection is opened, except that the hub is asked for a repository's files, and
+    credential chains may ask whom they need. ``s3`` takes the place of what ``settings`` say of S3.
 
     Raises `InvalidUri`, `MissingDependency`, `InvalidSetting`, and `AccessDenied` where the credential chain fails.
     """
@@ -43,26 +45,83 @@ def open_store(uri: str | os.PathLike[str] | Uri, *, settings: Settings, s3: S3O
             verify_tls=settings.verify_tls,
         )
         return S3Store(root, transport=settings.transport, options=options, selected_key=selected_key)
-    raise _unsupported(root)
+    if root.scheme == "gs":
+        return _open_gcs(root, selected_key, settings)
+    if root.scheme == "hf":
+        return _open_hub(root, selected_key, settings)
+    if root.scheme == "az" or is_azure_url(root, settings.azure or AzureSettings.from_environment()):
+        return _open_azure(root, selected_key, settings)
+    return _open_http(root, selected_key, settings)
+
+
+def _open_gcs(root: Uri, selected_key: str | None, settings: Settings) -> ObjectStore:
+    try:
+        from headrace.storage.gcs import GcsStore
+    except ImportError as error:
+        raise MissingDependency(
+            f"{root} cannot be opened: Google's SDK cannot be imported.",
+            f"{error}.",
+            'Install it with: pip install "headrace[gcs]".',
+        ) from error
+    from headrace.storage.gcs_access import GcsOptions
+
+    options = GcsOptions(
+        anonymous=settings.gcs_anonymous,
+        credentials_file=settings.gcs_credentials_file,
+        endpoint=settings.gcs_endpoint,
+        user_project=settings.gcs_user_project,
+        ca_file=settings.ca_file,
+        verify_tls=settings.verify_tls,
+    )
+    return GcsStore(root, transport=settings.transport, options=options, selected_key=selected_key)
+
+
+def _open_azure(root: Uri, selected_key: str | None, settings: Settings) -> ObjectStore:
+    try:
+        from headrace.storage.azure import AzureStore
+    except ImportError as error:
+        raise MissingDependency(
+            f"{root} cannot be opened: the Azure SDK cannot be imported.",
+            f"{error}.",
+            'Install it with: pip install "headrace[azure]".',
+        ) from error
+    from headrace.storage.azure_access import AzureOptions
+
+    given = settings.azure
+    options = AzureOptions(
+        anonymous=settings.azure_anonymous,
+        verify_tls=settings.verify_tls,
+        ca_file=settings.ca_file,
+        read_settings=AzureSettings.from_environment if given is None else lambda: given,
+    )
+    return AzureStore(root, transport=settings.transport, options=options, selected_key=selected_key)
+
+
+def _open_hub(root: Uri, selected_key: str | None, settings: Settings) -> ObjectStore:
+    try:
+        from headrace.storage.hub_opening import open_hub
+    except ImportError as error:
+        is_plain = ":" not in root.text
+        raise MissingDependency(
+            f"There is no local path {root.text}." if is_plain else f"{root} cannot be opened.",
+            f"{'It may be the name of a hub repository, but ' if is_plain else ''}huggingface_hub cannot be imported: {error}.",
+            'Install it with: pip install "headrace[hub]".',
+        ) from error
+    return open_hub(root, settings=settings, selected_key=selected_key)
+
+
+def _open_http(root: Uri, selected_key: str | None, settings: Settings) -> ObjectStore:
+    from headrace.storage.http import HttpOptions, HttpStore
+
+    options = HttpOptions(token=settings.http_token, ca_file=settings.ca_file, verify_tls=settings.verify_tls)
+    return HttpStore(root, transport=settings.transport, options=options, selected_key=selected_key)
 
 
 def _split_file(uri: Uri) -> tuple[Uri, str | None]:
-    if not uri.name.lower().endswith((".safetensors", ".safetensors.index.json")) or uri.text.rstrip().endswith("/"):
+    # A signature in the query of a URL may end with a slash, too.
+    text = uri.text.partition("#")[0].partition("?")[0] if uri.scheme in ("http", "https") else uri.text
+    if not uri.name.lower().endswith((".safetensors", ".safetensors.index.json")) or text.rstrip().endswith("/"):
         return uri, None
     if uri.scheme == "file" and os.path.isdir(uri.key):  # noqa: PTH112 (Path.is_dir raises for names that are too long)
         return uri, None
     return uri.parent, uri.name
-
-
-def _unsupported(uri: Uri) -> InvalidUri:
-    if uri.scheme == "hf" and ":" not in uri.text:
-        return InvalidUri(
-            f"There is no local path {uri.text}.",
-            "It looks like the name of a hub repository, and the hub cannot be streamed from yet.",
-            "Give the path of a folder that exists, or an s3:// uri; hf download fetches a repository into a folder.",
-        )
-    return InvalidUri(
-        f"{uri} cannot be opened.",
-        f"The scheme {uri.scheme} is known, but not supported yet; s3 and local paths are.",
-        "Copy the model to an S3 store or to a local folder.",
-    )

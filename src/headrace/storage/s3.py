@@ -6,15 +6,16 @@ import contextlib
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from headrace.errors import HeadraceError, InvalidUri, ObjectChanged, ObjectNotFound, StorageError, StoreUnavailable
+from headrace.errors import HeadraceError, InvalidUri, ObjectNotFound, StorageError, StoreUnavailable
 from headrace.settings import TransportSettings
+from headrace.storage.answers import Level, check_answer, decode_body, is_strong, quote_etag
 from headrace.storage.refusal import Complaint, Place, is_elsewhere, is_expired, judge_complaint, read_complaint
 from headrace.storage.s3_access import S3Access, S3Options, connect_s3
+from headrace.storage.s3_keys import LentAccess, lend_access
 from headrace.storage.sdk_errors import SDK_EXCEPTIONS, complaint_of, explain_sdk_error, is_own_refusal, no_credentials
 from headrace.storage.signing import sign_headers
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
@@ -23,7 +24,6 @@ from headrace.storage.uri import Uri, check_key
 _MOST_RECOVERIES = 2  # A new region and new credentials, within one call of the SDK.
 _MOST_BODIES = 3  # The SDK repeats requests, but not bodies that break off.
 _REFRESH_PAUSE_S = 1.0  # All readers meet an expired token at the same moment; one refresh serves them all.
-_MOST_DECODED_BYTES = 1 << 28
 _PAGE_PARTS = {"IsTruncated", "KeyCount", "Contents", "CommonPrefixes"}
 
 
@@ -84,35 +84,21 @@ class S3Store:
     def list_level(self, folder: str = "") -> Listing:
         """List one level under ``folder``. Raises `ObjectNotFound` without a bucket, and where the root is an object rather than a folder."""
         prefix = self._prefix + (f"{check_key(folder)}/" if folder else "")
-        objects: dict[str, StoredObject] = {}
-        folders: set[str] = set()
+        level = Level(prefix)
         for page in self._pages(prefix, self.uri_of(folder)):
             for item in page.get("Contents", ()):
-                name, slash, _ = item["Key"].removeprefix(prefix).partition("/")
-                if not _is_listable(item["Key"], prefix, name):
-                    continue
-                if slash:  # The marker of a folder; or the store does not know delimiters.
-                    folders.add(name)
-                else:
-                    objects[name] = StoredObject(name, item["Size"], _version_of(item))
+                level.add(item["Key"], item["Size"], quote_etag(item.get("ETag")))
             for item in page.get("CommonPrefixes", ()):
-                name = item["Prefix"].removeprefix(prefix).partition("/")[0]
-                if _is_listable(item["Prefix"], prefix, name):
-                    folders.add(name)
-        # Some tools mark a folder by an empty object of its name; an empty file that is no folder is one to keep.
-        kept = [item for name, item in objects.items() if item.size_bytes or name not in folders]
-        if not kept and not folders and not folder:
+                level.add_folder(item["Prefix"])
+        listing = level.listing(folder)
+        if not listing.objects and not listing.folders and not folder:
             self._check_root_is_folder()
-        parent = f"{folder}/" if folder else ""
-        return Listing(
-            tuple(sorted((replace(item, key=parent + item.key) for item in kept), key=lambda item: item.key)),
-            tuple(sorted(parent + name for name in folders)),
-        )
+        return listing
 
     def stat(self, key: str) -> StoredObject:
         """Return size and version of one object. Raises `ObjectNotFound`."""
         answer = self._call("head_object", self._place(key), Key=self._prefix + check_key(key))
-        return StoredObject(key, answer["ContentLength"], _version_of(answer))
+        return StoredObject(key, answer["ContentLength"], quote_etag(answer.get("ETag")))
 
     def read_object(self, stored: StoredObject, *, start: int = 0, stop: int | None = None) -> bytes:
         """Read a small object, or a piece of it, at its pinned version.
@@ -127,14 +113,16 @@ class S3Store:
         place = self._place(stored.key, stored.version)
         if stored.size_bytes > stop - start:
             arguments["Range"] = f"bytes={start}-{stop - 1}"
-        if _is_strong(stored.version):
+        if is_strong(stored.version):
             arguments["IfMatch"] = stored.version
         failure: Exception | None = None
         for _ in range(_MOST_BODIES):
             answer = self._call("get_object", place, **arguments)
             try:
                 with contextlib.closing(answer["Body"]) as body:
-                    _check_answer(answer, stored, stop - start, place)
+                    check_answer(
+                        quote_etag(answer.get("ETag")), answer.get("ContentLength"), stored, stop - start, place
+                    )
                     content = body.read()
             except SDK_EXCEPTIONS as error:
                 failure = error
@@ -142,7 +130,7 @@ class S3Store:
             if len(content) != stop - start:
                 failure = StorageError(f"{len(content)} of {stop - start} bytes came.")
                 continue
-            return _decode(content, answer.get("ContentEncoding", ""), stored, stop - start, place)
+            return decode_body(content, answer.get("ContentEncoding", ""), stored, place)
         raise StoreUnavailable(
             f"{place.uri} cannot be read.",
             f"{_MOST_BODIES} answers of {place.endpoint} broke off in the middle.",
@@ -154,7 +142,7 @@ class S3Store:
         access = self._current()
         path = access.target.encode(self._prefix + check_key(stored.key))
         headers = [("Range", f"bytes={start}-{stop - 1}"), ("Accept-Encoding", "identity")]
-        if _is_strong(stored.version):
+        if is_strong(stored.version):
             headers.append(("If-Match", stored.version))
         if not self._options.anonymous:
             headers.extend(self._sign(access, path, stored))
@@ -183,6 +171,12 @@ class S3Store:
         if recovered:
             return replace(verdict, retry=True, wait_s=0.0 if is_elsewhere(complaint) else verdict.wait_s)
         return replace(verdict, retry=verdict.retry and not verdict.refresh_credentials, refresh_credentials=False)
+
+    def lend(self) -> LentAccess:
+        """Return what a client of another library needs to read this bucket now. It holds the secret key. Raises `AccessDenied` without credentials."""
+        access = self._current()
+        credentials = None if self._options.anonymous else self._freeze_credentials(access, self._place(""))
+        return lend_access(self._uri.bucket, access, credentials, verify_tls=self._options.verify_tls)
 
     def close(self) -> None:
         """Close the SDK's connections. May be called twice."""
@@ -248,14 +242,16 @@ class S3Store:
         raise AssertionError("unreachable")
 
     def _sign(self, access: S3Access, path: str, stored: StoredObject) -> tuple[tuple[str, str], ...]:
-        place = self._place(stored.key)
+        return sign_headers(access.target, path, self._freeze_credentials(access, self._place(stored.key)))
+
+    def _freeze_credentials(self, access: S3Access, place: Place) -> Any:
         try:
             credentials = access.freeze_credentials()
         except SDK_EXCEPTIONS as error:
             raise explain_sdk_error(error, place) from error
         if credentials is None:
             raise no_credentials(place)
-        return sign_headers(access.target, path, credentials)
+        return credentials
 
     def _recover(self, complaint: Complaint, verdict: Verdict) -> bool:
         """Do what the refusal asks for; say whether the next attempt will be another than the last."""
@@ -305,59 +301,3 @@ class S3Store:
 
     def _place(self, key: str, version: str | None = None) -> Place:
         return Place(self.uri_of(key), self.endpoint, version, self._options.anonymous)
-
-
-def _is_listable(key: str, prefix: str, name: str) -> bool:
-    """Say whether a listed key is one below ``prefix`` that can be asked for: neither the folder's own marker nor a part that leads elsewhere."""
-    return key.startswith(prefix) and name not in ("", ".", "..")
-
-
-def _version_of(item: dict[str, Any]) -> str:
-    """Return the ETag with its quotes, which some stores leave out of listings; empty where there is none."""
-    etag: str = item.get("ETag") or ""
-    return etag if not etag or etag.endswith('"') else f'"{etag}"'
-
-
-def _is_strong(version: str) -> bool:
-    """Say whether If-Match can succeed: it compares strongly, so a weak validator never matches (RFC 9110, 13.1.1)."""
-    return bool(version) and not version.startswith("W/")
-
-
-def _check_answer(answer: dict[str, Any], stored: StoredObject, num_bytes: int, place: Place) -> None:
-    """Refuse an answer to a pinned read that is another version, or not the bytes asked for, before its body is read."""
-    version = _version_of(answer)
-    if version and stored.version and version != stored.version:
-        raise ObjectChanged(
-            f"{place.uri} is not the version that was opened.",
-            f"It was {stored.version} and is {version} now.",
-            "Open the checkpoint again; give each new version a folder of its own.",
-        )
-    if answer.get("ContentLength") != num_bytes:
-        raise StorageError(
-            f"{place.uri} cannot be read.",
-            f"{place.endpoint} answered {answer.get('ContentLength')} bytes where {num_bytes} were asked for.",
-            "Check that the endpoint supports ranged reads.",
-        )
-
-
-def _decode(content: bytes, encoding: str, stored: StoredObject, num_bytes: int, place: Place) -> bytes:
-    encoding = (
-        encoding.replace("aws-chunked", "").strip(" ,").lower()
-    )  # What some uploads leave behind; it says nothing of the stored bytes.
-    if encoding in ("", "identity"):
-        return content
-    refused = StorageError(
-        f"{place.uri} cannot be read.",
-        f"It is stored with Content-Encoding {encoding!r}.",
-        "Upload it again without an encoding.",
-    )
-    if encoding not in ("gzip", "x-gzip") or num_bytes != stored.size_bytes:
-        raise refused
-    decoder = zlib.decompressobj(wbits=31)
-    try:
-        decoded = decoder.decompress(content, _MOST_DECODED_BYTES)
-    except zlib.error as error:
-        raise refused from error
-    if not decoder.eof:
-        raise refused
-    return decoded

@@ -7,10 +7,8 @@ roles; endpoints, regions, addressing styles, certificate bundles. What it finds
 from __future__ import annotations
 
 import contextlib
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import botocore
@@ -20,6 +18,7 @@ from botocore.httpsession import get_cert_path
 
 from headrace.errors import InvalidSetting
 from headrace.settings import TransportSettings
+from headrace.storage.certificates import check_ca_file, find_system_ca_file
 from headrace.storage.refusal import Place
 from headrace.storage.sdk_errors import SDK_EXCEPTIONS, explain_sdk_error
 from headrace.storage.signing import S3Target, find_target
@@ -132,22 +131,11 @@ def _make_config(options: S3Options, transport: TransportSettings, anonymous: bo
 
 
 def _find_ca_file(session: Any) -> str:
-    """Return the one certificate bundle for the SDK and for ranged reads, which would otherwise each have their own idea of it.
+    """Return the one certificate bundle for the SDK and for ranged reads.
 
     In this order: ``AWS_CA_BUNDLE`` or ``ca_bundle`` of the profile, ``SSL_CERT_FILE`` or the system's bundle, the one that comes with the SDK.
     """
     configured = session.get_config_variable("ca_bundle")
     if configured:
-        if not Path(configured).is_file():
-            raise InvalidSetting(
-                f"The certificate bundle {configured} is not a file.",
-                "AWS_CA_BUNDLE, or ca_bundle in the AWS configuration, names it.",
-                "Name a file of certificates in PEM form.",
-            )
-        return str(configured)
-    paths = ssl.get_default_verify_paths()
-    if paths.cafile:
-        return paths.cafile
-    # Debian's OpenSSL looks into a folder, which the SDK cannot; the same certificates lie in one file beside.
-    bundle = Path(paths.capath or "") / "ca-certificates.crt"
-    return str(bundle) if bundle.is_file() else str(get_cert_path(True))
+        return check_ca_file(str(configured), "AWS_CA_BUNDLE, or ca_bundle in the AWS configuration,")
+    return find_system_ca_file() or str(get_cert_path(True))

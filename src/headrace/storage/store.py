@@ -47,7 +47,8 @@ class HttpRange:
     ``headers`` holds everything but ``Host``: Range, the condition on the version, Accept-Encoding identity and the signature. It is left out of
     the repr, since it may hold secrets; so is ``target`` (path and query), which may be a signed one. ``ca_file`` None means the system's CAs.
     ``host`` has no brackets around an IPv6 address; the Host header is host and port, the port left out where it is the scheme's own.
-    ``etag`` is what the answer's ETag must equal; None where the condition is another header or the store has none.
+    ``etag`` is what the answer's ETag must equal; None where the condition is another header or the store has none. ``version_header`` is such a
+    header: its lower-case name, and what it must equal where the answer has it.
     """
 
     scheme: str
@@ -60,6 +61,7 @@ class HttpRange:
     etag: str | None = None
     ca_file: str | None = None
     verify_tls: bool = True
+    version_header: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

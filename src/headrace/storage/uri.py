@@ -3,6 +3,8 @@
     s3://bucket/prefix    gs://bucket/prefix    az://container/prefix    hf://org/name@revision/folder
     https://host/folder   file:///folder        any local path           org/name (where no such path exists)
 
+A container of another account than the configured one is written az://container@account/prefix; abfss:// and wasbs:// uris are read as such ones.
+
 Keys of buckets are taken as they are written (a ``%20`` in an s3 uri is four characters of the key); ``http``, ``https`` and ``file`` are URLs and
 are percent-decoded once.
 """
@@ -24,10 +26,13 @@ BUCKET_SCHEMES = ("s3", "gs", "az")
 REMOTE_SCHEMES = (*BUCKET_SCHEMES, "hf", "http", "https")
 """Schemes that name something elsewhere: all but files."""
 
+_ALIASES = dict.fromkeys(("abfs", "abfss", "wasb", "wasbs"), "az")
+
 # One slash as well as two: pathlib.Path("s3://bucket/key") has already folded them, and people pass its text on.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
-_REMOTE = re.compile(rf"(?:{'|'.join(REMOTE_SCHEMES)}):/", re.IGNORECASE)
+_REMOTE = re.compile(rf"(?:{'|'.join((*REMOTE_SCHEMES, *_ALIASES))}):/", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._$-]*")
+_AZURE_PLACE = re.compile(r"([a-z0-9$][a-z0-9-]{0,62})@([a-z0-9]{3,24})((?:\.z\d+)?\.(?:blob|dfs)(?:\.[a-z0-9-]+)+)?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(?:@[A-Za-z0-9][A-Za-z0-9._%-]*)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _EXAMPLES = "s3://bucket/folder, https://host/folder or a local path"
@@ -37,7 +42,8 @@ _EXAMPLES = "s3://bucket/folder, https://host/folder or a local path"
 class Uri:
     """One parsed uri.
 
-    ``bucket`` is the bucket or container, ``org/name`` or ``org/name@revision`` for the hub, ``host`` or ``host:port`` for HTTP, empty for files.
+    ``bucket`` is the bucket or container (``container@account`` where Azure's account is named), ``org/name`` or ``org/name@revision`` for the hub,
+    ``host`` or ``host:port`` for HTTP, empty for files.
     ``key`` never ends with a slash; for files it is the absolute path, for the others it is relative to the bucket. ``text`` is what the user wrote;
     it is left out of the repr and of comparisons, since an HTTP URL may be a signed one. ``str(uri)`` is the canonical form and holds no query.
     """
@@ -99,6 +105,7 @@ def parse_uri(value: str | os.PathLike[str] | Uri) -> Uri:
     if match is None:
         return _parse_plain(text, may_be_hub=isinstance(value, str))
     scheme, rest = match[1].lower(), match[2]
+    scheme = _ALIASES.get(scheme, scheme)
     if scheme in BUCKET_SCHEMES:
         return _parse_bucket(scheme, rest, text)
     if scheme == "hf":
@@ -148,6 +155,9 @@ def _parse_bucket(scheme: str, rest: str, text: str) -> Uri:
         raise InvalidUri(
             "An ARN is not a bucket name.", mend="Use the access point's alias as bucket name: s3://alias/folder."
         )
+    place = _AZURE_PLACE.fullmatch(bucket) if scheme == "az" else None
+    if place is not None:
+        return Uri(scheme, _azure_place(place), _checked_key(key.rstrip("/")), text)
     if "@" in bucket or ":" in bucket:
         # Not echoed: what stands before an @ is a secret more often than not.
         raise InvalidUri(
@@ -162,6 +172,12 @@ def _parse_bucket(scheme: str, rest: str, text: str) -> Uri:
             f"Write {scheme}://{container}/folder.",
         )
     return Uri(scheme, bucket, _checked_key(key.rstrip("/")), text)
+
+
+def _azure_place(match: re.Match[str]) -> str:
+    """Return ``container@account`` and, where it is not the usual one, the host. Each account has two, for one and the same content."""
+    host = (match[3] or "").replace(".dfs.", ".blob.", 1)
+    return f"{match[1]}@{match[2]}{host.removesuffix('.blob.core.windows.net')}"
 
 
 def _parse_hub(rest: str, text: str) -> Uri:

@@ -37,6 +37,8 @@ class LoadReport:
     num_promotions: int = 0
     """How often memory was allocated beyond the limit because the consumer kept tensors."""
     promoted_bytes: int = 0
+    knows_requests: bool = True
+    """False where another library reads, and does not say how many requests and retries it makes."""
 
     @property
     def bytes_skipped(self) -> int:
@@ -48,8 +50,11 @@ class LoadReport:
         return self.bytes_wanted / 1e9 / self.seconds if self.seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Return all figures under their names, JSON-ready."""
-        return {**asdict(self), "bytes_skipped": self.bytes_skipped, "gigabytes_per_s": round(self.gigabytes_per_s, 4)}
+        """Return all figures under their names, JSON-ready; what is not known is None."""
+        figures = asdict(self)
+        if not figures.pop("knows_requests"):
+            figures.update(num_requests=None, num_retries=None, num_hedges=None)
+        return {**figures, "bytes_skipped": self.bytes_skipped, "gigabytes_per_s": round(self.gigabytes_per_s, 4)}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return what a person wants to read: label and value, in order."""
@@ -58,7 +63,7 @@ class LoadReport:
             ("checkpoint", f"{self.uri} (snapshot {self.snapshot_id}, {self.num_files} files)"),
             ("tensors", f"{self.num_tensors} handed out"),
             ("wanted", f"{format_bytes(self.bytes_wanted)} of {format_bytes(self.bytes_checkpoint)}"),
-            ("read", f"{format_bytes(self.bytes_read)} in {self.num_requests} requests, {self.num_retries} retried"),
+            ("read", f"{format_bytes(self.bytes_read)}{self._requests()}"),
             (
                 "speed",
                 f"{self.gigabytes_per_s:.2f} GB/s over {self.num_connections} connections, {format_seconds(self.seconds)}",
@@ -67,6 +72,11 @@ class LoadReport:
             ("phases", phases),
         ]
         return [row for row in rows if row[1]]
+
+    def _requests(self) -> str:
+        if not self.knows_requests:
+            return f" by {self.load_format}"
+        return f" in {self.num_requests} requests, {self.num_retries} retried"
 
     def _promotions(self) -> str:
         return f", {format_bytes(self.promoted_bytes)} beyond the limit for kept tensors" if self.num_promotions else ""

@@ -24,6 +24,11 @@ def end_of_answer(asked: HttpRange, stored: StoredObject, uri: str, status: int,
     etag = headers.get("etag")
     if asked.etag is not None and etag is not None and etag != asked.etag:
         raise changed(uri, f"Its ETag was {asked.etag} and is now {_shown(etag)}.")
+    if asked.version_header is not None:
+        name, pinned = asked.version_header
+        found = headers.get(name, pinned)
+        if found != pinned:
+            raise changed(uri, f"Its version ({name}) was {pinned} and is now {_shown(found)}.")
     if status == 200:
         return _end_of_whole(asked, stored, uri, headers)
     text = headers.get("content-range", "")

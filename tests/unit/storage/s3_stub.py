@@ -20,6 +20,7 @@ class Asked:
     method: str
     target: str
     headers: Mapping[str, str]
+    body: bytes = b""
 
     @property
     def path(self) -> str:
@@ -58,7 +59,9 @@ class S3Stub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                asked = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                asked = Asked(self.command, self.path, headers, body)
                 stub.asked.append(asked)
                 given = answer(asked)
                 if given.silent:
@@ -67,10 +70,11 @@ class S3Stub:
                 for name, value in {"Content-Length": str(len(given.body)), **given.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                if self.command == "GET":
+                if self.command != "HEAD":
                     self.wfile.write(given.body[: given.cut])
 
             do_HEAD = do_GET
+            do_POST = do_GET
             do_PUT = do_GET
 
             def log_message(self, *_: object) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -7,13 +8,11 @@ import pytest
 
 from headrace.errors import InvalidUri, MissingDependency
 from headrace.settings import Settings
-from headrace.storage import open_store
+from headrace.storage import HttpRange, StoredObject, open_store
 from headrace.storage.local import LocalStore
 
 
-@pytest.mark.parametrize(
-    "uri", ["gs://bucket/a", "az://container/a", "hf://org/name", "https://host/a", "http://host/a"]
-)
+@pytest.mark.parametrize("uri", ["az://container/a", "hf://org/name", "https://host/a", "http://host/a"])
 def test_a_scheme_without_a_store_says_what_there_is(uri: str) -> None:
     with pytest.raises(InvalidUri) as caught:
         open_store(uri, settings=Settings())
@@ -51,3 +50,26 @@ def test_a_missing_sdk_names_the_extra_and_the_reason(monkeypatch: pytest.Monkey
     assert "headrace[s3]" in caught.value.mend
     assert "botocore" in caught.value.why
     assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_a_missing_google_sdk_names_the_extra_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gcs", "gcs_access"):
+        monkeypatch.delitem(sys.modules, f"headrace.storage.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
+    monkeypatch.delattr("google.cloud.storage", raising=False)
+    with pytest.raises(MissingDependency) as caught:
+        open_store("gs://bucket/a", settings=Settings())
+    assert "headrace[gcs]" in caught.value.mend
+    assert "google.cloud" in caught.value.why
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_settings_lead_to_google_s_store() -> None:
+    settings = Settings(gcs_anonymous=True, gcs_endpoint="https://storage-x.p.googleapis.com", gcs_user_project="payer")
+    with contextlib.closing(open_store("gs://bucket/m/a.safetensors", settings=settings)) as store:
+        described = store.describe_range(StoredObject("a.safetensors", 9, "7"), 0, 9)
+    assert isinstance(described, HttpRange)
+    assert described.host == "storage-x.p.googleapis.com"
+    assert "userProject=payer" in described.target
+    assert store.selected_key == "a.safetensors"
+    assert str(store.uri) == "gs://bucket/m"

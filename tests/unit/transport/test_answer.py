@@ -64,6 +64,26 @@ def test_the_etag_is_not_looked_at_where_the_store_has_another_condition() -> No
     assert _end(pinned=None, content_range="bytes 10-19/1000", etag='"v2"') == 20
 
 
+@pytest.mark.parametrize(
+    ("headers", "is_right"),
+    [
+        ({}, True),
+        ({"x-goog-generation": "7"}, True),
+        ({"x-goog-generation": "8"}, False),
+        ({"x-goog-generation": ""}, False),
+    ],
+)
+def test_a_version_in_a_header_of_its_own_is_compared(headers: dict[str, str], is_right: bool) -> None:
+    asked = HttpRange("https", "host", 443, "/k", (), 10, 20, version_header=("x-goog-generation", "7"))
+    right = {"content-range": "bytes 10-19/1000", "etag": '"any"', **headers}
+    if is_right:
+        assert end_of_answer(asked, STORED, URI, 206, right) == 20
+        return
+    with pytest.raises(ObjectChanged, match=f"was 7 and is now {headers['x-goog-generation']}") as caught:
+        end_of_answer(asked, STORED, URI, 206, right)
+    assert URI in caught.value.what
+
+
 def test_a_200_is_the_whole_object_or_nothing() -> None:
     assert _end(200, 0, 1000, content_length="1000") == 1000
     for start, stop, headers, kind in [

@@ -1,0 +1,174 @@
+"""Streamed weights for one model: placement before the first byte, the stream, and the account after the last."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from headrace.checkpoint import Checkpoint, Entry
+from headrace.engines.conversion import LazyValue, LoadWeights, plan_placement, unfilled_names
+from headrace.engines.packing import check_packing
+from headrace.engines.placement import Placement, check_ledger, check_placement
+from headrace.errors import PlacementError
+from headrace.progress import LoadProgress
+from headrace.settings import Settings
+from headrace.streaming import DistributedStream, LoadReport, Lockstep, StreamOptions, open_source
+from headrace.streaming.formats import LoadFormat
+from headrace.streaming.source import TensorSource
+
+logger = logging.getLogger("headrace")
+
+
+class Weights(Protocol):
+    """What fills a model that is being built."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The state dict that ``from_pretrained`` is given: what there is, none of it read yet."""
+
+    def fill(self, model: Any, load_config: Any, load_weights: LoadWeights) -> tuple[Any, Any]:
+        """Fill the meta model; what happens between its being built and its being complete."""
+
+    def settle(self, model: Any) -> None:
+        """Check the finished model. Raises `PlacementError` where the account does not add up."""
+
+    def close(self) -> None:
+        """Stop and free what is left. May be called twice."""
+
+    def report(self) -> LoadReport:
+        """The account, after `settle`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """How weights are to be streamed, and what is let pass."""
+
+    load_format: LoadFormat
+    """``headrace``, ``runai_streamer`` or ``safetensors``."""
+    settings: Settings
+    progress: LoadProgress
+    strict: bool = True
+    tolerate_mismatch: bool = False
+    quantization: str | None = None
+    """The method that the configuration names, for messages."""
+    lockstep: Lockstep | None = None
+    """The ranks that share the reading; None where this process reads everything."""
+
+
+class StreamedWeights:
+    """The weights of ``checkpoint``. One use, one thread."""
+
+    def __init__(self, checkpoint: Checkpoint, conditions: Conditions, *, model_class: str) -> None:
+        self._checkpoint = checkpoint
+        self._conditions = conditions
+        self._progress = conditions.progress
+        self._source = str(checkpoint.uri)
+        self._class_name = model_class
+        self._stream: TensorSource | None = None
+        self._placement: Placement | None = None
+        self.values: Mapping[str, Any] = {
+            name: LazyValue(entry, self._take) for name, entry in checkpoint.entries.items()
+        }
+
+    def fill(self, model: Any, load_config: Any, load_weights: LoadWeights) -> tuple[Any, Any]:
+        """Place, check, stream."""
+        lockstep = self._conditions.lockstep
+        with self._progress.during("planning"):
+            if lockstep is None:
+                placement = self._place(model, load_config)
+            else:
+                placement = lockstep.do("planning", lambda: self._place(model, load_config))
+            self._placement = placement
+            self._stream = self._open(placement, load_config.device_map)
+        values = {entry.name: LazyValue(entry, self._take) for entry in placement.order}
+        gc.collect()  # the rehearsal's model is cyclic
+        with self._progress.during("weights"):
+            return load_weights(model, values, load_config)
+
+    def settle(self, model: Any) -> None:
+        assert self._stream is not None and self._placement is not None
+        with self._progress.during("finishing"):
+            left = set(self._stream.names_left)
+            taken = [entry.name for entry in self._placement.order if entry.name not in left]
+            check_ledger(taken=taken, placement=self._placement, unfilled=unfilled_names(model), source=self._source)
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def report(self) -> LoadReport:
+        assert self._stream is not None
+        return replace(self._stream.report, phases=dict(self._progress.phases))
+
+    def _place(self, model: Any, load_config: Any) -> Placement:
+        placement = plan_placement(model, load_config, self._checkpoint.entries)
+        check_packing(model, placement, source=self._source, method=self._conditions.quantization)
+        return self._checked(placement)
+
+    def _open(self, placement: Placement, device_map: Mapping[str, Any] | None) -> TensorSource:
+        settings, lockstep = self._conditions.settings, self._conditions.lockstep
+        if lockstep is not None:
+            return DistributedStream(
+                self._checkpoint, placement.order, lockstep=lockstep, settings=settings, progress=self._progress
+            )
+        return open_source(
+            self._conditions.load_format,
+            self._checkpoint,
+            placement.order,
+            options=_stream_options(device_map),
+            settings=settings,
+            progress=self._progress,
+        )
+
+    def _take(self, entry: Entry) -> torch.Tensor:
+        if self._stream is None:
+            raise PlacementError(
+                f"The value of {entry.name} was asked for before the placement was known.",
+                f"{self._class_name} loads weights in a way of its own.",
+                "Load this model from a local folder with Transformers, and please report its class.",
+            )
+        return self._stream.take(entry.name)
+
+    def _checked(self, placement: Placement) -> Placement:
+        lenient = placement
+        if not self._conditions.strict:
+            for what, names in (
+                ("missing, initialised by the class", placement.missing),
+                ("unexpected, left out", placement.unexpected),
+            ):
+                if names:
+                    logger.warning(
+                        "%s in %s: %d tensors %s",
+                        self._source,
+                        self._class_name,
+                        len(names),
+                        f"{what}: {', '.join(names[:20])}",
+                    )
+            lenient = replace(placement, missing=(), unexpected=())
+        check_placement(
+            lenient,
+            source=self._source,
+            model_class=self._class_name,
+            tolerate_mismatch=self._conditions.tolerate_mismatch,
+        )
+        if placement.ignored:
+            logger.info(
+                "%s: %d tensors that %s does not need are not read",
+                self._source,
+                len(placement.ignored),
+                self._class_name,
+            )
+        return placement
+
+
+def _stream_options(device_map: Mapping[str, Any] | None) -> StreamOptions:
+    """Return leased memory, pinned for CUDA, where every parameter is copied to another device; memory of its own for each tensor where one may stay."""
+    devices = {torch.device(place) if place != "disk" else None for place in (device_map or {}).values()}
+    if not devices or None in devices or any(device.type == "cpu" for device in devices if device is not None):
+        return StreamOptions()
+    return StreamOptions(ownership="leased", device=next(device for device in devices if device is not None))

@@ -1,0 +1,75 @@
+"""Memory for what ranks exchange: whole blocks, each allocated once, which one rank's reads and the others' broadcasts fill in place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from headrace.checkpoint import Entry
+from headrace.streaming.memory import Bytes, Memory
+from headrace.streaming.shares import Part, Window
+from headrace.units import UNLIMITED
+
+
+class BlockRoom:
+    """Room for the parts that one rank reads: each goes to its place in the block where its tensor will stay. The limit bounds what is read ahead."""
+
+    num_promotions: int = 0
+    promoted_bytes: int = 0
+
+    def __init__(
+        self, windows: Sequence[Window], parts: Sequence[Sequence[Part]], memory: Memory, *, limit_bytes: int
+    ) -> None:
+        self._windows = windows
+        self._memory = memory
+        self._limit_bytes = limit_bytes
+        self._where = {part.entry: (number, part) for number, some in enumerate(parts) for part in some}
+        self._arrays: dict[tuple[int, int], Bytes] = {}
+        self._lock = threading.Lock()
+        self._ahead_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    @property
+    def ahead_bytes(self) -> int:
+        """How much is allocated for parts that have not been taken for their window yet."""
+        return self._ahead_bytes
+
+    def try_allocate(self, entry: Entry) -> Bytes | None:
+        is_too_much = self._ahead_bytes + entry.size_bytes > self._limit_bytes != UNLIMITED
+        return None if self._ahead_bytes and is_too_much else self.allocate_beyond(entry)
+
+    def allocate_beyond(self, entry: Entry) -> Bytes:
+        number, part = self._where[entry]
+        array = self.array_of(number, part.block)
+        # Only what is read here counts: the rest of the block costs nothing before it is written to.
+        self._ahead_bytes += entry.size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._ahead_bytes)
+        return array[part.offset : part.offset + entry.size_bytes]
+
+    def may_come_back(self, entry: Entry) -> bool:
+        return False
+
+    def handed_out(self, entry: Entry) -> None:
+        self._ahead_bytes -= entry.size_bytes
+
+    def array_of(self, window: int, block: int) -> Bytes:
+        """Return the memory of one block. May be called from any thread."""
+        with self._lock:
+            array = self._arrays.get((window, block))
+            if array is None:
+                array = self._memory.allocate(self._windows[window].blocks[block].size_bytes)
+                self._arrays[window, block] = array
+            return array
+
+    def release(self, window: int) -> list[Bytes]:
+        """Return the memory of a window's blocks, and keep it no longer."""
+        with self._lock:
+            return [self._arrays.pop((window, block)) for block in range(len(self._windows[window].blocks))]
+
+    def close(self) -> None:
+        with self._lock:
+            self._arrays.clear()

@@ -1,0 +1,355 @@
+"""Ranks that load together: each reads a share and sends it to the others, so that the group reads every byte once and every rank gets every tensor.
+
+Entries are loaded window by window (`headrace.streaming.shares`). Each rank streams its shares into the memory where their tensors will stay, reading ahead of the group; when
+all have read their share of a window, each segment of it is broadcast from its reader into the same place of everybody's memory. In between, ranks tell each other how they are
+(`headrace.streaming.lockstep`). What could differ between ranks is compared or agreed on before the first read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from headrace.checkpoint import Checkpoint, Entry
+from headrace.errors import InvalidSetting, StreamClosed, StreamError
+from headrace.progress import LoadProgress
+from headrace.settings import Settings
+from headrace.streaming.agreement import Agreement, Facts, agree, facts_of
+from headrace.streaming.blocks import BlockRoom
+from headrace.streaming.lockstep import Lockstep, Status, Step
+from headrace.streaming.memory import Bytes, Memory, PrivateMemory
+from headrace.streaming.report import LoadReport
+from headrace.streaming.shares import parts_of, plan_windows
+from headrace.streaming.stream import PoolFactory, StreamOptions, TensorStream
+from headrace.streaming.tensors import Destination, mark, torch_dtype
+from headrace.transport import open_pool
+from headrace.units import MIB, UNLIMITED
+
+_LEAST_FOR_READS_BYTES = 4 * MIB
+"""For how much memory reads are planned at least: a window is never smaller than 1 MiB for each rank, so shorter reads would save nothing."""
+
+
+class DistributedStream:
+    """Streams ``entries`` of ``checkpoint`` to every rank of a group; used as `TensorStream` is, by all ranks in the same way.
+
+    Every rank gets the same tensors. Each is on the CPU, has the stored dtype and shape, is handed out once and owns its memory, whatever ``options`` say of ownership: what a
+    consumer drops goes back to the system. A rank holds one window and what it reads ahead, within its part of the memory limit or, where that is less, 1 MiB for each rank of the group
+    or the largest tensor. Tensors may be taken out of order; all before the one that is asked for are then held until they are asked for.
+
+    The group is used inside the constructor, `take` (or the iterator) and `close`, and never in between. The first failure of any rank is raised on all: `RankFailed`, or on that rank its
+    own error. A rank that wants no more must close the stream, best by a ``with`` block: the others then raise `RankFailed`, unless they stop at the same window.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        entries: Sequence[Entry] | None = None,
+        *,
+        lockstep: Lockstep,
+        options: StreamOptions | None = None,
+        settings: Settings | None = None,
+        progress: LoadProgress | None = None,
+        memory: Memory | None = None,
+        owns_checkpoint: bool = False,
+        pool: PoolFactory = open_pool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Agree with the other ranks on what is read, in which windows; every rank of the group constructs its stream, or none returns."""
+        self.checkpoint = checkpoint
+        self.options = options or StreamOptions()
+        self.settings = settings or Settings.from_environment()
+        self.progress = progress or LoadProgress()
+        self.entries = tuple(checkpoint.entries.values()) if entries is None else tuple(entries)
+        self._lockstep = lockstep
+        self._owns_checkpoint = owns_checkpoint
+        self._pool = pool
+        self._clock = clock
+        self._place_of = {entry.name: place for place, entry in enumerate(self.entries)}
+        self._agreement = self._agree()
+        rank, num_ranks = lockstep.link.rank, lockstep.link.num_ranks
+        self.windows = plan_windows(self.entries, num_ranks=num_ranks, window_bytes=self._agreement.window_bytes)
+        if not self.windows:
+            lockstep.is_over = True  # there is nothing to exchange
+        self._parts = [tuple(parts_of(window, self.entries, rank)) for window in self.windows]
+        self._room = BlockRoom(
+            self.windows, self._parts, memory or PrivateMemory(), limit_bytes=self._agreement.ahead_bytes
+        )
+        self._own: TensorStream | None = None
+        self._own_progress = LoadProgress(clock=clock)
+        self._arrived: dict[int, Bytes] = {}
+        self._taken: set[int] = set()
+        self._next_window = 0
+        self._statuses: Sequence[Status] = ()
+        self._bytes_heard = 0
+        self._peak_bytes = 0
+        self._started: float | None = None
+        self._ended: float | None = None
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._lock = threading.RLock()
+        self.progress.bytes_wanted += self.bytes_wanted
+
+    # -- the consumer's side
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what has not been handed out yet, in order; the end closes the stream."""
+        for place, entry in enumerate(self.entries):
+            if place not in self._taken:
+                yield entry.name, self.take(entry.name)
+        self.close()
+
+    def __enter__(self) -> DistributedStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self._shut()  # A collective cannot be begun here: nobody knows when this runs.
+
+    def take(self, name: str) -> torch.Tensor:
+        """Wait for one tensor and hand it out; the stream keeps no reference to it. Exchanges windows with the other ranks until that one has come.
+
+        Raises the first error of any rank, `StreamClosed`, or `StreamError` for a name that is not part of the stream or was handed out already.
+        """
+        with self._lock:
+            place = self._place(name)
+            while place not in self._arrived and self.entries[place].size_bytes:
+                self._check_open(name)
+                self._exchange_window()
+            self._check_open(name)
+            self._started = self._clock() if self._started is None else self._started
+            array = self._arrived.pop(place, None)
+            self._taken.add(place)
+            if len(self._taken) == len(self.entries):
+                self._ended = self._clock()
+        tensor = Destination(self.entries[place], array, num_reads=0, raw=self.options.raw).tensor()
+        mark(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Tell the other ranks where they expect more, stop all reads and free what was not handed out. May be called twice, from any thread.
+
+        Waits up to ten seconds for ranks that are busy elsewhere; those learn of it when they next ask for a tensor.
+        """
+        self._end(None)
+
+    @property
+    def names_left(self) -> list[str]:
+        """The names that have not been handed out, in order."""
+        return [entry.name for place, entry in enumerate(self.entries) if place not in self._taken]
+
+    @property
+    def bytes_wanted(self) -> int:
+        """Tensor bytes that each rank gets."""
+        return sum(entry.size_bytes for entry in self.entries)
+
+    @property
+    def bytes_read_by_rank(self) -> tuple[int, ...]:
+        """Body bytes that each rank has read, as of the last exchange; complete when the last window has come."""
+        return tuple(status.numbers[1] for status in self._statuses)
+
+    @property
+    def report(self) -> LoadReport:
+        """The account so far: bytes, requests and connections of all ranks together, as of the last exchange; memory and time of this one."""
+        sums = [sum(column) for column in zip(*(status.numbers for status in self._statuses), strict=True)]
+        _, bytes_read, num_requests, num_retries, num_hedges = sums or [0] * 5
+        started = self._started
+        stopped = self._ended if self._ended is not None else self._clock()
+        return LoadReport(
+            uri=str(self.checkpoint.uri),
+            snapshot_id=self.checkpoint.snapshot.id,
+            num_files=len(self.checkpoint.files),
+            num_tensors=len(self._taken),
+            bytes_checkpoint=self.checkpoint.total_bytes,
+            bytes_wanted=self.bytes_wanted,
+            bytes_read=bytes_read,
+            num_requests=num_requests,
+            num_retries=num_retries,
+            num_hedges=num_hedges,
+            num_connections=self._own_settings().rank_transport.num_connections * self._lockstep.link.num_ranks,
+            seconds=0.0 if started is None else stopped - started,
+            phases=dict(self.progress.phases),
+            peak_staging_bytes=self._peak_bytes,
+        )
+
+    # -- what the ranks agree on
+
+    def _agree(self) -> Agreement:
+        facts: list[Facts] = []
+
+        def work() -> None:
+            self._check_options()
+            facts.append(facts_of(self.checkpoint, self.entries, self.settings, raw=self.options.raw))
+
+        # What is told before the work is done is not looked at, but must not be mistaken for facts.
+        step = Step(name="planning", work=work, numbers=lambda: facts[0].numbers() if facts else ())
+        told = [Facts(*status.numbers) for status in self._lockstep.run(step)]
+        try:
+            agreement = agree(told, uri=str(self.checkpoint.uri), snapshot_id=self.checkpoint.snapshot.id)
+        except StreamError:
+            self._lockstep.is_over = True  # on every rank: all have the same facts
+            raise
+        self._lockstep.key = told[0].entries
+        return agreement
+
+    def _check_options(self) -> None:
+        if self.options.ownership == "leased" and self.options.on_budget == "error":
+            raise InvalidSetting(
+                "on_budget='error' cannot be kept to where ranks load together.",
+                "Tensors then own their memory, so keeping them exceeds no budget.",
+                "Leave on_budget out, or pass distributed=False.",
+            )
+        if len(self._place_of) != len(self.entries):
+            raise StreamError("A tensor was asked for twice in one stream.", "Each tensor is handed out once.")
+        if not self.options.raw:
+            for entry in self.entries:
+                torch_dtype(entry)  # refuse what cannot be represented before the first byte
+
+    # -- windows
+
+    def _exchange_window(self) -> None:
+        """Read this rank's share of the next window, exchange it, and take in the window's tensors."""
+        number = self._next_window
+        window = self.windows[number]
+        self._started = self._clock() if self._started is None else self._started
+        step = Step(
+            name="loading weights",
+            work=lambda: self._read_share(number),
+            numbers=self._numbers,
+            heard=self._heard,
+            finish=lambda: self._broadcast(number),
+            cancel=self._cancel,
+            is_last=number == len(self.windows) - 1,
+        )
+        try:
+            self._lockstep.run(step)
+        except BaseException as error:
+            self._error = error if isinstance(error, Exception) else None
+            self._cancel()
+            raise
+        self._next_window += 1
+        for block, array in zip(window.blocks, self._room.release(number), strict=True):
+            for place, offset in zip(block.places, block.offsets, strict=True):
+                self._arrived[place] = array[offset : offset + self.entries[place].size_bytes]
+        if step.is_last and self._own is not None:
+            self._own.close()
+
+    def _read_share(self, number: int) -> None:
+        own = self._own = self._own or self._open_own()
+        for part in self._parts[number]:
+            own.take(part.entry.name)
+        # Here and not at the broadcast: memory that cannot be had is a failure of this rank, and the others must hear of it.
+        for block in range(len(self.windows[number].blocks)):
+            self._room.array_of(number, block)
+        self._note_memory(number)
+
+    def _open_own(self) -> TensorStream:
+        stream = TensorStream(
+            self.checkpoint,
+            [part.entry for parts in self._parts for part in parts],
+            options=StreamOptions(raw=True),
+            settings=self._own_settings(),
+            progress=self._own_progress,
+            room=self._room,
+            pool=self._pool,
+            clock=self._clock,
+        )
+        progress = self._own_progress  # not self: what outlives the stream must not keep it alive
+        self.progress.describe_holdup = lambda: progress.describe_holdup()
+        return stream
+
+    def _own_settings(self) -> Settings:
+        """Return the settings of this rank's own stream, such as its part of the agreement leaves them."""
+        # No gaps: what lies between two parts of this rank is mostly another's to read.
+        transport = replace(self.settings.transport, gap_bytes=0)
+        local_ranks, limit_bytes = self._agreement.local_ranks, self._agreement.ahead_bytes
+        if limit_bytes != UNLIMITED:  # The room keeps to the limit; here it says how long a read may be.
+            limit_bytes = max(limit_bytes, _LEAST_FOR_READS_BYTES) * local_ranks
+        return replace(self.settings, local_ranks=local_ranks, memory_limit_bytes=limit_bytes, transport=transport)
+
+    def _broadcast(self, number: int) -> None:
+        for segment in self.windows[number].segments:
+            array = self._room.array_of(number, segment.block)
+            self._lockstep.link.broadcast(array[segment.start : segment.stop], segment.rank)
+        self._note_memory(number)
+
+    def _note_memory(self, number: int) -> None:
+        waiting = sum(len(array) for array in self._arrived.values())
+        in_use = self.windows[number].size_bytes + self._room.ahead_bytes + waiting
+        self._peak_bytes = max(self._peak_bytes, in_use, self._room.peak_bytes)
+
+    def _numbers(self) -> tuple[int, ...]:
+        if self._own is None:
+            return ()
+        report = self._own.report
+        return (
+            self._own_progress.bytes_done,
+            report.bytes_read,
+            report.num_requests,
+            report.num_retries,
+            report.num_hedges,
+        )
+
+    def _heard(self, statuses: Sequence[Status]) -> None:
+        self._statuses = statuses
+        bytes_done = sum(status.numbers[0] for status in statuses)
+        if bytes_done > self._bytes_heard:
+            self.progress.arrived(bytes_done - self._bytes_heard)
+            self._bytes_heard = bytes_done
+
+    # -- the end
+
+    def _place(self, name: str) -> int:
+        place = self._place_of.get(name)
+        if place is None:
+            raise StreamError(
+                f"Tensor {name!r} is not part of this stream.",
+                "Only what was asked for before the first read is read.",
+            )
+        if place in self._taken:
+            raise StreamError(
+                f"Tensor {name!r} was handed out already.", "Each tensor is handed out once; keep the one you got."
+            )
+        return place
+
+    def _check_open(self, name: str) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_closed:
+            raise StreamClosed(f"Tensor {name!r} was asked for after the stream had been closed.")
+
+    def _cancel(self) -> None:
+        if self._own is not None:
+            self._own.close()
+
+    def _end(self, error: BaseException | None) -> None:
+        already, self._is_closed = self._is_closed, True
+        if already:
+            return
+        self._lockstep.interrupt()
+        # Not for ever: another thread may be in an exchange that the other ranks do not come to.
+        is_ours = self._lock.acquire(timeout=self._lockstep.leave_after_s)
+        try:
+            if is_ours:
+                self._lockstep.stop(error)
+            self._shut()
+        finally:
+            if is_ours:
+                self._lock.release()
+
+    def _shut(self) -> None:
+        if self._ended is None and self._started is not None:
+            self._ended = self._clock()
+        self._cancel()
+        self._arrived.clear()
+        if self._owns_checkpoint:
+            self.checkpoint.close()
