@@ -17,7 +17,6 @@ from headrace.settings import Settings, TransportSettings
 from tests.support.azurite import AzuriteServer
 from tests.support.gcs_server import GcsServer
 
-
 _CLOUD_VARIABLES = (
     "AWS_",
     "AZURE_",

@@ -30,7 +30,16 @@ def install(environment: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    options = ["--prefix", str(folder), "--no-audit", "--no-fund", "--no-save", "--ignore-scripts", "--loglevel=error"]
+    options = [
+        "--prefix",
+        str(folder),
+        "--no-audit",
+        "--no-fund",
+        "--no-save",
+        "--ignore-scripts",
+        "--fetch-retries=1",
+        "--loglevel=error",
+    ]
     command = ["npm", "install", *options, f"azurite@{VERSION}"]
     if subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL, cwd=folder, check=False).returncode:
         print("Azurite could not be installed; the lines above say why. Its tests are skipped.", file=sys.stderr)

@@ -2,9 +2,9 @@
 """Makes the development environment if it is not there yet, and prints its folder. Uses the standard library alone.
 
 The environment lives outside the checkout, in ``${HEADRACE_ENV_ROOT:-~/.cache/headrace-dev}/<key>``. The key is a hash of what
-decides its content: the requirements in pyproject.toml, constraints.txt, this file and the Python that it is made of. Checkouts
-that agree on these share one environment, so it holds what Headrace needs and never Headrace itself: the Makefile puts the
-checkout's own ``src`` on ``PYTHONPATH``.
+decides its content: the requirements in pyproject.toml, constraints.txt, this file, azurite.py and the Python that it is made of.
+Checkouts that agree on these share one environment, so it holds what Headrace needs and never Headrace itself: the Makefile puts
+the checkout's own ``src`` on ``PYTHONPATH``.
 
 Two callers at once are safe: the second waits for the lock. An environment counts only when its marker file is there, which is
 the last thing to be written; an interrupted one is removed and made anew.
@@ -70,7 +70,8 @@ def environment_folder(requirements: list[str]) -> Path:
     root = Path(os.environ.get("HEADRACE_ENV_ROOT") or Path.home() / ".cache" / "headrace-dev").expanduser().absolute()
     python = f"{platform.python_implementation()} {platform.python_version()} {platform.machine()} {sys.base_prefix}"
     digest = hashlib.sha256()
-    for part in (" ".join([python, *requirements]).encode(), CONSTRAINTS.read_bytes(), Path(__file__).read_bytes()):
+    files = (CONSTRAINTS, Path(__file__), Path(azurite.__file__))
+    for part in (" ".join([python, *requirements]).encode(), *(file.read_bytes() for file in files)):
         digest.update(hashlib.sha256(part).digest())
     return root / digest.hexdigest()[:16]
 

@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -83,8 +83,11 @@ class _Server:
                 for name, value in {**about, "Content-Length": str(len(body))}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                with contextlib.suppress(OSError):
-                    self.wfile.write(body)
+                if self.command == "GET":
+                    with contextlib.suppress(OSError):
+                        self.wfile.write(body)
+
+            do_HEAD = do_GET
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -119,6 +122,8 @@ class FakeHub:
         """Whether the API's answer for a revision has sizes; some mirrors' has not."""
         self.troubles: deque[tuple[int, Mapping[str, str]]] = deque()
         """Answers to the next requests of the API, in place of the true ones."""
+        self.before_cdn: Callable[[int], None] = lambda number: None
+        """Called before the CDN answers, with the number of the request, from 1."""
         self._key = secrets.token_bytes(16)
         self.hub = _Server(self._answer_hub)
         self.cdn = _Server(self._answer_cdn)
@@ -253,6 +258,7 @@ class FakeHub:
         return f"{self.cdn.url}{path}?{query}&X-Amz-Signature={signature}&x-id=GetObject"
 
     def _answer_cdn(self, sent: Sent) -> tuple[int, dict[str, str], bytes]:
+        self.before_cdn(len(self.cdn.log))
         path, query = urlsplit(sent.path).path, parse_qs(urlsplit(sent.path).query)
         date, lifetime, signature = (query[f"X-Amz-{name}"][0] for name in ("Date", "Expires", "Signature"))
         expected = hmac.new(self._key, f"{path}:{date}:{lifetime}".encode(), hashlib.sha256).hexdigest()
@@ -279,6 +285,7 @@ def point_huggingface_hub(patch: pytest.MonkeyPatch, hub: FakeHub, home: Path) -
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
         patch.delenv(name, raising=False)
     patch.setattr(constants, "ENDPOINT", hub.url)
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}")
     patch.setattr(constants, "HF_HUB_OFFLINE", False)
     patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
     patch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))

@@ -82,7 +82,7 @@ class GcsServer:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  It lives as long as the server.
         options = {"backend": "memory", "scheme": "http", "host": "127.0.0.1", "port": self._port}
         options |= {"public-host": f"127.0.0.1:{self._port}", "log-level": "error"}
         command = [str(find_program()), *(f"-{name}={value}" for name, value in options.items())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -17,13 +18,14 @@ from headrace.errors import AccessDenied, HeadraceError, ObjectChanged, ObjectNo
 from headrace.settings import TransportSettings
 from headrace.storage.answers import Level, check_answer, decode_body, is_strong, quote_etag
 from headrace.storage.azure_access import AzureAccess, AzureOptions, connect_azure
-from headrace.storage.azure_errors import SDK_EXCEPTIONS, complaint_of, explain_sdk_error, scrub
+from headrace.storage.azure_errors import BROKEN, SDK_EXCEPTIONS, complaint_of, explain_sdk_error, scrub
 from headrace.storage.azure_refusal import AZURE, is_expired, is_without_container, read_azure_complaint
 from headrace.storage.refusal import Complaint, Place, judge_complaint
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 
 _REFRESH_PAUSE_S = 1.0  # All readers meet an expired token at the same moment; one refresh serves them all.
+_MOST_BODIES = 3
 _FOLDER_MARK = "hdi_isfolder"
 
 
@@ -110,7 +112,7 @@ class AzureStore:
             stream = access.client.get_blob_client(name).download_blob(**arguments)
             return stream.properties, stream.readall()
 
-        properties, content = self._call(download, place, stored)
+        properties, content = self._call(lambda access: _repeat(download, access), place, stored)
         check_answer(quote_etag(properties.etag), len(content), stored, stop - start, place)
         return decode_body(content, properties.content_settings.content_encoding or "", stored, place)
 
@@ -253,6 +255,14 @@ class AzureStore:
         return Place(
             self.uri_of(key), access.endpoint, version, self._options.anonymous, credentials=access.credentials
         )
+
+
+def _repeat(ask: Callable[[AzureAccess], Any], access: AzureAccess) -> Any:
+    """Ask again where the answer broke off; the older SDKs repeat requests, but not bodies."""
+    for _ in range(_MOST_BODIES - 1):
+        with contextlib.suppress(*BROKEN):
+            return ask(access)
+    return ask(access)
 
 
 def _gather(access: AzureAccess, prefix: str, place: Place) -> Level:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 from azure.core import exceptions
 from azure.core.exceptions import AzureError
 
@@ -17,8 +18,10 @@ SDK_EXCEPTIONS = (
 )
 """Everything that calls of the SDK raise; only such calls stand where these are caught."""
 
+BROKEN = (exceptions.ServiceResponseError, exceptions.IncompleteReadError)
+"""What the SDK raises where an answer breaks off; newer ones wrap it once they have repeated the request in vain."""
+
 _TIMEOUTS = (exceptions.ServiceRequestTimeoutError, exceptions.ServiceResponseTimeoutError)
-_BROKEN = (exceptions.ServiceResponseError, exceptions.IncompleteReadError)
 _QUERY = re.compile(r"\?[^\s'\")]*")
 _TLS = re.compile(r"\bSSL|certificate", re.IGNORECASE)
 
@@ -95,7 +98,7 @@ def _explain_connection(error: Exception, place: Place, what: str, said: str) ->
             f"{place.endpoint} could not be reached: {said}.",
             "Check the account's name, AZURE_STORAGE_ENDPOINT and the network.",
         )
-    if isinstance(error, _BROKEN) or isinstance(inner, _BROKEN):
+    if isinstance(error, BROKEN) or isinstance(inner, BROKEN):
         return StoreUnavailable(
             what, f"The connection to {place.endpoint} broke: {said}.", "Try again; check the network."
         )

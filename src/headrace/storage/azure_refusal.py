@@ -145,10 +145,8 @@ _BY_WORDS = (
     (r"not valid in the specified time frame|signed expiry time", _OLD_SAS),
     (r"date header .*too old|too far in the (past|future)", _SKEWED),
     (r"lifetime validation failed|token is expired|issuer validation failed", _OLD_TOKEN),
-    (r"failed to authenticate the request", _WRONG_SIGNATURE),
 )
-# Azurite calls everything that is wrong with a signature AuthorizationFailure, which in Azure is about networks and rights.
-_AUTHENTICATION = ("AuthenticationFailed", "InvalidAuthenticationInfo", "AuthorizationFailure")
+_AUTHENTICATION = ("AuthenticationFailed", "InvalidAuthenticationInfo")
 _CODE_HEADER = "x-ms-error-code"
 _DETAIL = "AuthenticationErrorDetail"
 
@@ -169,6 +167,8 @@ def is_without_container(complaint: Complaint) -> bool:
 
 
 def _find_special(complaint: Complaint) -> Rule | None:
+    if complaint.code == "AuthorizationFailure" and "failed to authenticate" in complaint.message:
+        return _WRONG_SIGNATURE  # So Azurite calls all that is wrong with a signature; in Azure this code is about networks.
     if complaint.code not in _AUTHENTICATION:
         return None
     return next((rule for words, rule in _BY_WORDS if re.search(words, complaint.message, re.IGNORECASE)), None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from headrace.errors import HeadraceError, ObjectChanged, ObjectNotFound, StorageError, StoreUnavailable
+from headrace.errors import HeadraceError, ObjectChanged, ObjectNotFound, StorageError
 from headrace.settings import TransportSettings
 from headrace.storage.answers import Level, check_answer, decode_body
 from headrace.storage.gcs_access import GcsAccess, GcsOptions, connect_gcs
@@ -265,7 +265,7 @@ class GcsStore:
         """Return an error that names the generation which is there now, too; ``error`` where there is none, or it cannot be asked for."""
         try:
             current = self.stat(stored.key).version
-        except (StorageError, StoreUnavailable):
+        except HeadraceError:
             return error
         if current == stored.version:
             return error

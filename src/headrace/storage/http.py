@@ -33,7 +33,7 @@ from headrace.storage.http_refusal import HTTP
 from headrace.storage.http_root import HttpRoot
 from headrace.storage.http_search import Found, NameSearch
 from headrace.storage.links import LinkBook
-from headrace.storage.model_files import INDEX, SIDE_FILES, SINGLE, is_index
+from headrace.storage.model_files import INDEX, SIDE_FILES, SINGLE, is_index, is_weights
 from headrace.storage.refusal import Place, judge_complaint, read_complaint
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
@@ -42,6 +42,8 @@ from headrace.storage.web_connections import Headers
 
 _LOG = logging.getLogger("headrace")
 
+_MOST_UNSTATED_BYTES = 64_000_000
+_HUB_HOSTS = ("huggingface.co", "hf.co")
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _PLAIN_HEADERS: Headers = (("Accept-Encoding", "identity"), ("User-Agent", USER_AGENT))
 
@@ -143,11 +145,17 @@ class HttpStore:
         """Return size and version of one file. Raises `ObjectNotFound`, and `WrongRange` for weights on a server that does not serve ranges."""
         request = self._request(check_key(key), FIRST_BYTE, most_bytes=1)
         reply = self._client.ask(replace(request, accepts=FIRST_BYTE_ANSWERS), partial(self._judge, key, None))
+        if reply.status == 200 and "content-length" not in reply.headers and not is_weights(key):
+            # Made as it is sent. A small file may be: how long it is shows at its end.
+            whole = self._client.ask(
+                self._request(key, (), most_bytes=_MOST_UNSTATED_BYTES), partial(self._judge, key, None)
+            )
+            reply = replace(whole, headers={**whole.headers, "content-length": str(len(whole.body))})
         stored = stored_of(key, reply, self._place(key))
         if not stored.version and not self._warned.is_set():
             self._warned.set()
             _LOG.warning(
-                "%s gives neither ETag nor Last-Modified: a file that is replaced during a load is noticed only where its size differs.",
+                "%s gives neither ETag nor Last-Modified: a file that is replaced is noticed only where its size differs.",
                 self.endpoint,
             )
         return stored
@@ -224,6 +232,9 @@ class HttpStore:
         error = found.errors.get(self._selected_key or "")
         if isinstance(error, ObjectNotFound):
             return error
+        if self._root.base.host in _HUB_HOSTS:
+            where = f"For a repository of the hub write hf://{'/'.join(self._uri.key.split('/')[:2])}."
+            return ObjectNotFound(f"There is no model at {self._uri}.", "This is the page of a repository.", where)
         return ObjectNotFound(
             f"There is no model at {self._uri}.",
             f"HTTP has no listing, and neither {INDEX} nor {SINGLE} nor {SIDE_FILES[0]} is there ({self.endpoint}).",
@@ -235,7 +246,7 @@ class HttpStore:
             address=self._root.address_of(key),
             uri=self.uri_of(key),
             headers=(*headers, *_PLAIN_HEADERS),
-            secrets=self._secrets(),
+            secrets=self._secrets,
             most_bytes=most_bytes,
         )
 

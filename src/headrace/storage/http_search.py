@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from headrace.errors import AccessDenied, ObjectNotFound, StorageError, StoreUnavailable
-from headrace.storage.model_files import CODE_SOURCES, code_of_config, files_of_index, imports_of_code, is_weights
+from headrace.storage.model_files import (
+    CODE_SOURCES,
+    code_of_config,
+    files_of_index,
+    imports_of_code,
+    is_index,
+    is_weights,
+)
 from headrace.storage.store import StoredObject
+
+_LOG = logging.getLogger("headrace")
 
 _LARGEST_BYTES = 64_000_000
 """Largest index, configuration or file of code that is read for the names in it."""
@@ -40,7 +50,7 @@ class NameSearch:
         self._num_threads = num_threads
 
     def find(self, keys: Collection[str]) -> Found:
-        """Look for all of ``keys``. Raises `StoreUnavailable` where the server does not answer, and what is not a `StorageError`."""
+        """Look for all of ``keys``. Raises `StoreUnavailable` where the server does not answer, and what makes weights unusable."""
         found = Found()
         if not keys:
             return found
@@ -85,9 +95,12 @@ class NameSearch:
     def _look_for(self, key: str) -> StoredObject | StorageError:
         try:
             return self._stat(key)
-        except StoreUnavailable:
-            raise
+        except (ObjectNotFound, AccessDenied) as error:
+            return error
         except StorageError as error:
+            if isinstance(error, StoreUnavailable) or is_weights(key) or is_index(key):
+                raise
+            _LOG.warning("Left out of the side files: %s", error)
             return error
 
     def _content(self, stored: StoredObject) -> bytes:

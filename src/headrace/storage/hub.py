@@ -119,7 +119,7 @@ class HubStore:
             address=address,
             uri=self.uri_of(stored.key),
             headers=(*asked, *_PLAIN_HEADERS),
-            secrets=self._secrets(),
+            secrets=self._secrets,
             accepts=frozenset({200 if is_whole else 206}),
             most_bytes=stop - start + 1,
         )

@@ -22,6 +22,7 @@ from headrace.storage.refusal import (
 from headrace.storage.store import Refusal, Verdict
 
 _LOGIN = "log in with: hf auth login (or set HF_TOKEN)"
+_CODES = {401: "InvalidCredentials", 403: "Forbidden"}
 _RATE_LIMIT_RESET = re.compile(r"\bt=(\d{1,6})\b")
 
 _NO_REPOSITORY = Rule(
@@ -107,6 +108,7 @@ def _read(refusal: Refusal) -> Complaint:
         return read_complaint(refusal)
     code = refusal.headers.get("x-error-code", "")
     message = refusal.headers.get("x-error-message", "")
-    if not code and message == "Access to this resource is disabled.":
-        code = "DisabledRepo"
+    if not code:  # The message is what matters then, and only one that comes with a code is shown.
+        disabled = message == "Access to this resource is disabled."
+        code = "DisabledRepo" if disabled else _CODES.get(refusal.status, "")
     return make_complaint(refusal.status, code, message or refusal.reason, "", refusal.headers)

@@ -35,7 +35,8 @@ class WebRequest:
     address: Address
     uri: str
     headers: Headers = ()
-    secrets: Headers = field(default=(), repr=False)
+    secrets: Callable[[], Headers] = field(default=tuple, repr=False)
+    """Called for each attempt: what is secret may be another one by then."""
     accepts: frozenset[int] = frozenset({200, 206})
     """Statuses that are answers; all others are judged."""
     most_bytes: int
@@ -105,7 +106,7 @@ class WebClient:
         address = request.address
         for _ in range(MOST_REDIRECTS + 1):
             stays = address.origin == request.address.origin
-            reply = self._exchange(request, address, request.headers + (request.secrets if stays else ()))
+            reply = self._exchange(request, address, request.headers + (request.secrets() if stays else ()))
             location = reply.headers.get("location")
             if reply.status not in REDIRECTS or location is None:
                 return reply

@@ -26,7 +26,9 @@ class WebConnections:
     def __init__(self, transport: TransportSettings, *, ca_file: str | None, verify_tls: bool) -> None:
         """Connect to nothing yet. Raises `InvalidSetting` for a CA file that cannot be used."""
         self._transport = transport
-        self._context = make_context(ca_file, verify_tls)
+        self._verify_tls = verify_tls
+        # The system's certificates take tens of milliseconds to load, and plain HTTP needs none; a file that was named is to be an error at once.
+        self._context = None if ca_file is None else make_context(ca_file, verify_tls)
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._idle: dict[tuple[str, str, int], list[http.client.HTTPConnection]] = {}
@@ -56,15 +58,14 @@ class WebConnections:
         host, port = (
             (address.host, address.port) if proxy is None else (proxy.hostname or "", proxy.port or _PROXY_PORT)
         )
+        timeout_s = self._transport.connect_timeout_s
         connection: http.client.HTTPConnection
         if address.scheme == "https":
-            connection = http.client.HTTPSConnection(
-                host, port, timeout=self._transport.connect_timeout_s, context=self._context
-            )
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls_context())
             if proxy is not None:
                 connection.set_tunnel(address.host, address.port, dict(_proxy_headers(proxy)))
         else:
-            connection = http.client.HTTPConnection(host, port, timeout=self._transport.connect_timeout_s)
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         try:
             connection.connect()
         except BaseException:
@@ -86,6 +87,12 @@ class WebConnections:
         if not url or (transport.no_proxy and proxy_bypass_environment(place, {"no": transport.no_proxy})):
             return None
         return urlsplit(url if "://" in url else f"http://{url}")
+
+    def _tls_context(self) -> ssl.SSLContext:
+        with self._current_lock():
+            if self._context is None:
+                self._context = make_context(None, self._verify_tls)
+            return self._context
 
     def _current_lock(self) -> threading.Lock:
         if os.getpid() != self._process:

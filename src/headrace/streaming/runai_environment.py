@@ -91,6 +91,11 @@ def client_variables(
             "verify_tls is off, and Run:ai Model Streamer always checks certificates.",
             mend="Name the server's certificate in AWS_CA_BUNDLE, or use load_format headrace.",
         )
+    if settings.transport.bandwidth_bytes_per_s:
+        raise InvalidSetting(
+            "A bandwidth limit is set, and Run:ai Model Streamer cannot be held to one.",
+            mend="Use load_format headrace.",
+        )
     transport, default = settings.transport, TransportSettings()
     keys = access.keys
     values: dict[str, str | None] = {

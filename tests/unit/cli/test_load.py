@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.load import LoadOptions, load
+from headrace.cli.load import LoadOptions, load, unsaid
+from headrace.cli.main import app
 from headrace.errors import InvalidSetting, TruncatedObject
 from headrace.settings import Settings
+from headrace.streaming import ExtraConfig, parse_extra_config
 
 SETTINGS = Settings(progress=False)
 
@@ -50,3 +52,39 @@ def test_failure_prints_no_report(checkpoint_folder: Path, capsys: pytest.Captur
 def test_globs_that_leave_nothing_are_an_error(checkpoint_folder: Path) -> None:
     with pytest.raises(InvalidSetting, match="No tensor is left"):
         load(LoadOptions(uri=str(checkpoint_folder), settings=SETTINGS, include=["weight"]))
+
+
+def test_another_format_moves_the_bytes(checkpoint_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load(LoadOptions(uri=str(checkpoint_folder), settings=SETTINGS, load_format="safetensors", json=True))
+    report = json.loads(capsys.readouterr().out)
+    assert (report["load_format"], report["num_tensors"], report["num_requests"]) == ("safetensors", 3, None)
+
+
+def test_the_extra_config_counts_where_no_option_says_otherwise() -> None:
+    text = '{"concurrency": 3, "memory_limit": 4096, "distributed": false}'
+    assert unsaid(text, connections=None, memory_limit=None) == parse_extra_config(text)
+    left = unsaid(text, connections=9, memory_limit=None)
+    assert (left.concurrency, left.memory_limit, left.distributed) == (None, 4096, False)
+    assert unsaid(text, connections=None, memory_limit=0).memory_limit is None
+    assert unsaid(None, connections=1, memory_limit=1) == ExtraConfig()
+    with pytest.raises(InvalidSetting, match="Allowed: concurrency"):
+        unsaid('{"threads": 3}', connections=None, memory_limit=None)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_connections"),
+    [([], 3), (["--connections", "5"], 5)],
+)
+def test_options_win_over_the_extra_config(
+    checkpoint_folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], num_connections: int
+) -> None:
+    command = [
+        "load",
+        str(checkpoint_folder),
+        "--no-progress",
+        "--json",
+        "--model-loader-extra-config",
+        '{"concurrency": 3}',
+    ]
+    app([*command, *options], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["num_connections"] == num_connections

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.support.fault_server import FaultServer, Script, redirect, refuse
@@ -23,8 +24,9 @@ from headrace.errors import (
     WrongRange,
 )
 from headrace.settings import Settings, TransportSettings
-from headrace.storage import HttpRange, Refusal, StoredObject, open_store
+from headrace.storage import HttpRange, Refusal, StoredObject, open_store, parse_uri
 from headrace.storage.http import HttpOptions, HttpStore
+from headrace.storage.http_search import NameSearch
 from headrace.storage.model_files import INDEX, SIDE_FILES, SINGLE
 
 QUICK = TransportSettings(
@@ -148,6 +150,15 @@ def test_where_nothing_is_found_the_names_are_said(server: FaultServer, open_htt
         open_http().stat("config.json")
 
 
+def test_the_page_of_a_hub_repository_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HttpStore(parse_uri("https://huggingface.co/org/name/tree/main"), transport=QUICK)
+    page = ObjectNotFound("It does not exist.")
+    monkeypatch.setattr(store, "_search", NameSearch(Mock(side_effect=page), Mock(), num_threads=2))
+    with pytest.raises(ObjectNotFound) as caught:
+        store.list_level()
+    assert caught.value.mend == "For a repository of the hub write hf://org/name."
+
+
 def test_what_is_refused_is_not_taken_for_absent(server: FaultServer, open_http: Open) -> None:
     for name in (INDEX, SINGLE, *SIDE_FILES):
         server.always(f"m/{name}", refuse(401))
@@ -219,6 +230,30 @@ def test_an_answer_that_does_not_tell_the_size_is_an_error(
     assert f"{server.url}/m/{SINGLE}" in caught.value.what
 
 
+def test_a_small_file_that_is_made_as_it_is_sent_is_measured(server: FaultServer, open_http: Open) -> None:
+    put(server, {"config.json": b'{"a": 1}', SINGLE: b"12345"})
+    for name in ("config.json", SINGLE):
+        server.always(f"m/{name}", Script(ignores_range=True, chunk_bytes=3))
+    store = open_http()
+    config = store.stat("config.json")
+    assert config.size_bytes == 8
+    assert store.read_object(config) == b'{"a": 1}'
+    with pytest.raises(StorageError, match="does not say how long it is"):
+        store.stat(SINGLE)
+
+
+def test_a_side_file_that_cannot_be_used_is_left_out_aloud(
+    server: FaultServer, open_http: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(server, {"config.json": b"{}", "tokenizer.json": b"{}", SINGLE: b"12345"})
+    server.always("m/tokenizer.json", refuse(418))
+    assert [item.key for item in open_http().list_level().objects] == ["config.json", SINGLE]
+    assert [record.levelname for record in caplog.records if "tokenizer.json" in record.message] == ["WARNING"]
+    server.always(f"m/{INDEX}", refuse(418))
+    with pytest.raises(StorageError, match="418"):
+        open_http().list_level()
+
+
 def test_what_is_sent_compressed_is_decoded_as_a_whole_and_refused_in_ranges(
     server: FaultServer, open_http: Open
 ) -> None:
@@ -279,7 +314,7 @@ def test_a_server_that_tells_no_version_is_warned_of_once(
         server.always(f"m/{name}", BARE)
     open_http().list_level()
     assert [record.message for record in caplog.records if "neither ETag nor" in record.message] == [
-        f"{server.url} gives neither ETag nor Last-Modified: a file that is replaced during a load is noticed only where its size differs."
+        f"{server.url} gives neither ETag nor Last-Modified: a file that is replaced is noticed only where its size differs."
     ]
 
 

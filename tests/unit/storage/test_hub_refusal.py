@@ -27,6 +27,8 @@ def refusal(status: int, code: str = "", message: str = "", **headers: str) -> R
         (refusal(401, "GatedRepo", "Access is restricted"), PINNED, AccessDenied, "is gated"),
         (refusal(403, "", "Access to this resource is disabled."), OPEN, AccessDenied, "is disabled"),
         (refusal(401, "", "Invalid credentials in Authorization header"), OPEN, AccessDenied, "huggingface.co/settings/tokens"),
+        (refusal(401, "", "Invalid credentials in Authorization header"), OPEN, AccessDenied, "says: Invalid credentials"),
+        (refusal(403, "", "Enable access to gated repositories"), OPEN, AccessDenied, "says: Enable access to gated repositories"),
         (refusal(403), OPEN, AccessDenied, "403"),
         (refusal(404), OPEN, ObjectNotFound, "does not exist"),
         (refusal(404), PINNED, ObjectChanged, "is gone"),

@@ -6,24 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import InvalidUri, MissingDependency
+from headrace.errors import MissingDependency
 from headrace.settings import Settings
 from headrace.storage import HttpRange, StoredObject, open_store
 from headrace.storage.local import LocalStore
 
 
-@pytest.mark.parametrize("uri", ["az://container/a", "hf://org/name", "https://host/a", "http://host/a"])
-def test_a_scheme_without_a_store_says_what_there_is(uri: str) -> None:
-    with pytest.raises(InvalidUri) as caught:
-        open_store(uri, settings=Settings())
-    assert uri in caught.value.what
-    assert "s3" in caught.value.why
-    assert caught.value.mend
-
-
-def test_a_hub_id_is_explained_as_an_absent_path() -> None:
-    with pytest.raises(InvalidUri, match="There is no local path org/name"):
-        open_store("org/name", settings=Settings())
+def test_settings_lead_to_a_web_server() -> None:
+    settings = Settings(http_token="t0ken", verify_tls=False)
+    with contextlib.closing(open_store("https://host/m/a.safetensors?Signature=s/", settings=settings)) as store:
+        described = store.describe_range(StoredObject("a.safetensors", 9, '"7"'), 0, 9)
+    assert isinstance(described, HttpRange)
+    assert (described.host, described.target) == ("host", "/m/a.safetensors?Signature=s/")
+    assert dict(described.headers)["Authorization"] == "Bearer t0ken"
+    assert not described.verify_tls
+    assert store.selected_key == "a.safetensors"
+    assert str(store.uri) == "https://host/m"
 
 
 def test_a_file_is_selected_in_its_folder(tmp_path: Path) -> None:

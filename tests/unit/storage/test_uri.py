@@ -31,6 +31,11 @@ from headrace.storage.uri import check_key
         ("Gs://bucket/a", "gs", "bucket", "a"),
         ("az://container/a", "az", "container", "a"),
         ("az://$root/a", "az", "$root", "a"),
+        ("az://container@account/a/", "az", "container@account", "a"),
+        ("az://container@account.blob.core.windows.net", "az", "container@account", ""),
+        ("abfss://container@account.dfs.core.windows.net/a b/", "az", "container@account", "a b"),
+        ("ABFS://container/a", "az", "container", "a"),
+        ("wasbs://c@account.blob.core.chinacloudapi.cn/a", "az", "c@account.blob.core.chinacloudapi.cn", "a"),
         ("hf://org/name", "hf", "org/name", ""),
         ("hf://org/name@main", "hf", "org/name@main", ""),
         ("HF://Org/Name.v2/sub/folder/", "hf", "Org/Name.v2", "sub/folder"),
@@ -110,6 +115,9 @@ def test_what_is_no_uri_is_refused_with_a_way_out(given: Any, says: str) -> None
         "https://user:hunter2@host/a",
         "https://user:hun/ter2@host/a",
         "s3://hunter2@b/a",
+        "az://hun+ter2==@account/a",
+        "az://account:hunter2@host/a",
+        "abfss://container@hunter2.example/a",
     ],
 )
 def test_secrets_in_uris_are_refused_and_not_repeated(given: str) -> None:
@@ -154,6 +162,7 @@ def test_paths_are_made_absolute_and_not_resolved(tmp_path: Path, monkeypatch: p
         ("s3:/bucket", "s3://bucket"),
         ("HTTPS://Host/a%20b%2Bc?x=1", "https://host/a%20b%2Bc"),
         ("org/name", "hf://org/name"),
+        ("abfss://container@account.dfs.core.windows.net/a/", "az://container@account/a"),
         ("file:///data/x/", "/data/x"),
     ],
 )
@@ -200,6 +209,8 @@ def test_relatives(given: str, child: str, parent: str, name: str) -> None:
         ("S3://bucket", True),
         (" gs://b/a", True),
         ("az://c/a", True),
+        ("abfss://c@account.dfs.core.windows.net/a", True),
+        ("Wasb://c/a", True),
         ("hf://org/name", True),
         ("https://host", True),
         (Path("s3://bucket/a"), True),

@@ -125,7 +125,7 @@ def test_secrets_stay_with_their_server(server: FaultServer, client: WebClient) 
         other.put("b", b"moved")
         server.script("a", redirect("/c"))
         server.script("c", redirect(f"{other.url}/b?signature=1"))
-        request = ask(server, headers=(("X-Plain", "1"),), secrets=(("Authorization", "Bearer secret"),))
+        request = ask(server, headers=(("X-Plain", "1"),), secrets=lambda: (("Authorization", "Bearer secret"),))
         assert "secret" not in repr(request)
         assert client.ask(request, judge).body == b"moved"
         assert [sent.headers.get("authorization") for sent in server.log] == ["Bearer secret"] * 2

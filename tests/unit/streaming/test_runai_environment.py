@@ -121,6 +121,13 @@ def test_unchecked_certificates_are_refused() -> None:
         client_variables(settings(), {}, access(verify_tls=False), keys_too=False)
 
 
+def test_a_bandwidth_limit_is_refused_rather_than_ignored() -> None:
+    limited = settings(bandwidth_bytes_per_s=1 << 20)
+    with pytest.raises(InvalidSetting, match="cannot be held to one"):
+        client_variables(limited, {}, access(), keys_too=False)
+    assert client_variables(limited, {}, None, keys_too=False) == {}
+
+
 # -- lending
 
 SET, UNSET = "HEADRACE_TEST_SET", "HEADRACE_TEST_UNSET"
