@@ -27,7 +27,6 @@ from headrace.engines.transformers import load_tokenizer
 from headrace.errors import (
     CheckpointError,
     InvalidSetting,
-    InvalidUri,
     MissingDependency,
     ObjectNotFound,
     UnknownArchitecture,
@@ -167,12 +166,6 @@ def test_what_needs_local_files_is_refused_before_anything_is_opened(
     monkeypatch.setattr("headrace.engines.transformers.open_checkpoint", lambda *_, **__: pytest.fail("it was opened"))
     with no_hub_calls(), pytest.raises(InvalidSetting, match=f"{load_format} cannot read"):
         headrace.load_model(uri, load_format=load_format, settings=settings)
-
-
-@pytest.mark.parametrize("load_format", [LoadFormat.AUTO, LoadFormat.DUMMY, LoadFormat.HEADRACE])
-def test_a_hub_id_is_not_looked_up(load_format: LoadFormat, settings: Settings) -> None:
-    with no_hub_calls(), pytest.raises(InvalidUri, match="hub cannot be streamed from yet"):
-        headrace.load_model("organisation/name", load_format=load_format, settings=settings)
 
 
 def test_an_unknown_format_lists_the_known_ones(llama: Path, settings: Settings) -> None:

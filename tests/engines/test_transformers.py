@@ -256,7 +256,7 @@ def test_options_reach_the_configuration_and_the_construction(saved: Callable[[s
     [
         ({"gguf_file": "x.gguf"}, "gguf_file cannot be used"),
         ({"state_dict": {"a": 1}}, "state_dict cannot be used"),
-        ({"revision": "v2"}, "revision='v2' cannot be used"),
+        ({"revision": "v2"}, "revision 'v2' cannot be used with this uri"),
     ],
 )
 def test_options_that_mean_something_else_here_are_refused(

@@ -23,6 +23,7 @@ from headrace.serving.lifecycle import Backend, LifecycleSettings, Outcome
 from headrace.serving.metrics import Metrics
 from headrace.serving.server import Server, ServerSettings, check_installed, configure_logging
 from headrace.settings import Settings
+from headrace.storage.revision import with_revision
 from headrace.storage.uri import Uri, parse_uri
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def served_name(uri: Uri) -> str:
 
 
 def _make_server(options: ServeOptions) -> Server:
-    uri = _with_revision(parse_uri(options.uri), options.revision)
+    uri = with_revision(parse_uri(options.uri), options.revision)
     if _DTYPE_SYNONYMS.get(options.dtype, options.dtype) not in DTYPES:
         raise InvalidSetting(f"--dtype {options.dtype!r} is not one.", f"Known are {', '.join(DTYPES)}.")
     if options.tokenizer_path is not None:
@@ -231,22 +232,6 @@ def _placing(checkpoint: Checkpoint | None, options: ServeOptions) -> dict[str, 
     if device != "cpu":
         placing["device_map"] = {"": device}
     return placing
-
-
-def _with_revision(uri: Uri, revision: str | None) -> Uri:
-    if revision is None:
-        return uri
-    if uri.scheme != "hf":
-        raise InvalidSetting(
-            "--revision is not for this uri.",
-            "Only hub repositories have revisions.",
-            "Leave it out, or give the folder of the version.",
-        )
-    if "@" in uri.bucket:
-        raise InvalidSetting(
-            "A revision is given twice.", "The uri names one, and --revision another.", "Give it once."
-        )
-    return parse_uri(f"hf://{uri.bucket}@{revision}" + (f"/{uri.key}" if uri.key else ""))
 
 
 def _secrets(options: ServeOptions) -> list[str]:

@@ -49,16 +49,11 @@ _REFUSED_OPTIONS = {
 }
 
 
-def check_options(options: Mapping[str, Any], revision: str | None) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InvalidSetting` for what has no meaning where weights come from a uri."""
     for name, why in _REFUSED_OPTIONS.items():
         if options.get(name):
             raise InvalidSetting(f"{name} cannot be used with load_model.", why)
-    if revision not in (None, "main"):
-        raise InvalidSetting(
-            f"revision={revision!r} cannot be used with this uri.",
-            "Only hub repositories have revisions; a bucket's objects are pinned as they are when opened.",
-        )
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

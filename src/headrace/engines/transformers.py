@@ -17,6 +17,7 @@ from headrace.engines.routing import LoaderDecision, LoaderRequest, UriKind, cho
 from headrace.errors import InvalidSetting, MissingDependency
 from headrace.settings import Settings
 from headrace.storage import parse_uri
+from headrace.storage.revision import with_revision
 from headrace.streaming import Distributed, LoadProgress, LoadReport, Lockstep, ProgressDisplay, Source
 from headrace.streaming import open as open_checkpoint
 from headrace.streaming.formats import ExtraConfig, LoadFormat, parse_extra_config
@@ -65,7 +66,7 @@ def load_model(
 
     ``load_format`` says how the weights come (see `headrace.streaming.formats.LoadFormat`); ``auto`` streams every uri. With ``dummy`` only side files need be at
     ``source``, and the parameters are random, the same each time. ``quantization`` may name the checkpoint's method, to be sure of it; it is read from the side files, and
-    the model is built for it. ``extra_config`` takes the place of what ``settings`` say of connections and memory.
+    the model is built for it. ``revision`` is a hub repository's branch, tag or commit. ``extra_config`` takes the place of what ``settings`` say of connections and memory.
 
     With a ``process_group`` of `torch.distributed`, or with ``distributed`` True for the one that was initialised, all its ranks must call this alike: each reads a share and
     sends it to the others, and each gets the whole model.
@@ -79,9 +80,11 @@ def load_model(
     Raises `PlacementError` before the first weight byte where names or shapes do not fit, `UnsupportedQuantization` where packed weights would be taken for plain ones,
     `UnknownArchitecture`, `InvalidSetting` for what does not go together, and everything that opening and streaming raise.
     """
-    check_options(options, revision)
+    check_options(options)
     if subfolder:
         source = _child(source, subfolder)
+    if revision is not None:
+        source = _at_revision(source, revision)
     kind = UriKind.of(source.store.uri if isinstance(source, Checkpoint) else parse_uri(source))
     request = LoaderRequest(load_format=LoadFormat.parse(load_format), uri_kind=kind, quantization=quantization)
     route(request.load_format, kind)  # what can never be is said before anything is opened
@@ -204,6 +207,16 @@ def _child(source: Source, subfolder: str) -> Source:
     if isinstance(source, Checkpoint):
         raise InvalidSetting("subfolder cannot be used with an open checkpoint.", mend="Open the sub-folder's own uri.")
     return f"{str(source).rstrip('/')}/{subfolder.strip('/')}"
+
+
+def _at_revision(source: Source, revision: str) -> Source:
+    """Return a hub uri at ``revision``. Elsewhere there are none, and ``main``, which callers pass along from habit, is what there is."""
+    uri = source.store.uri if isinstance(source, Checkpoint) else parse_uri(source)
+    if uri.scheme != "hf" and revision == "main":
+        return source
+    if isinstance(source, Checkpoint):
+        raise InvalidSetting("revision cannot be used with an open checkpoint.", mend="Open the revision's own uri.")
+    return str(with_revision(uri, revision))
 
 
 def _folder(source: Checkpoint | SideFiles) -> Path:

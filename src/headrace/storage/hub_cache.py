@@ -47,15 +47,18 @@ def find_snapshot(repository: HubRepository, commit: str | None = None) -> Path 
 def missing_weights(root: Path, selected_key: str | None) -> list[str]:
     """Return the keys of weight files that the index below ``root`` names, or that the user named, and that are not there.
 
-    Without an index nothing is known to be missing where any weights are there.
+    Without an index nothing is known to be missing; whether there are any weights is `has_weights`'s to say.
     """
     present = _files(root)
     index = _choose_index(present, selected_key)
     if index is not None:
         return [key for key in _named_by(root, index) if not (root / key).is_file()]
-    if selected_key is not None:
-        return [] if selected_key in present else [selected_key]
-    return [] if any(is_weights(key) for key in present) else [INDEX]
+    return [selected_key] if selected_key is not None and selected_key not in present else []
+
+
+def has_weights(root: Path) -> bool:
+    """Say whether there is any weight file directly in ``root``."""
+    return any(is_weights(key) for key in _files(root))
 
 
 def is_complete(root: Path, published: Mapping[str, int], selected_key: str | None) -> bool:

@@ -74,8 +74,9 @@ def _open_cached(uri: Uri, repository: HubRepository, selected_key: str | None) 
         )
     missing = hub_cache.missing_weights(snapshot / uri.key, selected_key)
     if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ObjectNotFound(
-            f"{uri} is only in part on this machine: {len(missing)} files are absent, such as {missing[0]}.",
+            f"{uri} is only in part on this machine, without {missing[0]}{more}.",
             f"{offline}, and the download to {snapshot} was interrupted or left them out.",
             f"{mend}.",
         )
@@ -84,9 +85,10 @@ def _open_cached(uri: Uri, repository: HubRepository, selected_key: str | None) 
 
 def _find_usable(uri: Uri, repository: HubRepository, selected_key: str | None) -> Path | None:
     snapshot = hub_cache.find_snapshot(repository)
-    if snapshot is None or hub_cache.missing_weights(snapshot / uri.key, selected_key):
+    if snapshot is None:
         return None
-    return snapshot / uri.key
+    root = snapshot / uri.key
+    return root if hub_cache.has_weights(root) and not hub_cache.missing_weights(root, selected_key) else None
 
 
 def _local(root: Path, selected_key: str | None) -> LocalStore:

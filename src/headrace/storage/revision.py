@@ -30,4 +30,5 @@ def with_revision(uri: Uri, revision: str | None) -> Uri:
             "The uri may name one after an @, and the setting is for uris that do not.",
             "Give it once.",
         )
-    return replace(uri, bucket=f"{name}@{encoded}")
+    bucket = f"{name}@{encoded}"
+    return replace(uri, bucket=bucket, text=f"hf://{bucket}/{uri.key}".rstrip("/"))

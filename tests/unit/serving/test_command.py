@@ -15,7 +15,6 @@ import torch
 from headrace.checkpoint import Entry
 from headrace.cli import serve as command
 from headrace.cli.serve import ServeOptions, conclude, serve, served_name
-from headrace.errors import InvalidSetting
 from headrace.serving.lifecycle import Outcome
 from headrace.storage.uri import parse_uri
 
@@ -79,20 +78,13 @@ def test_where_the_model_goes(
     assert command._placing(checkpoint_of("BF16"), ServeOptions(uri="x", dtype=dtype, device=device)) == expected
 
 
-def test_a_revision_belongs_to_the_hub() -> None:
-    assert str(command._with_revision(parse_uri("hf://org/name/sub"), "v1")) == "hf://org/name@v1/sub"
-    for uri, revision in (("s3://bucket/x", "v1"), ("hf://org/name@v2", "v1")):
-        with pytest.raises(InvalidSetting):
-            command._with_revision(parse_uri(uri), revision)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"uri": "nope://x"}, "nope"),
         ({"uri": "s3://bucket/x", "api_key": ""}, "API key"),
         ({"uri": "s3://bucket/x", "dtype": "int4"}, "--dtype 'int4'"),
-        ({"uri": "s3://bucket/x", "revision": "v1"}, "--revision"),
+        ({"uri": "s3://bucket/x", "revision": "v1"}, "revision 'v1'"),
         ({"uri": "s3://bucket/x", "host": "host.invalid"}, "host.invalid"),
     ],
 )

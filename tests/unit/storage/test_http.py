@@ -333,6 +333,9 @@ def test_a_file_that_was_replaced_or_removed_is_not_read(server: FaultServer, op
         store.read_object(vocab)
     with pytest.raises(StorageError, match="6 bytes where 5"):
         store.read_object(StoredObject("merges.txt", 5, ""))
+    server.script("m/merges.txt", Script(headers={"ETag": '"other"'}))
+    with pytest.raises(ObjectChanged, match='"other" now'):
+        store.read_object(StoredObject("merges.txt", 6, server.etag("m/merges.txt")))
     server.script("m/merges.txt", refuse(404))
     with pytest.raises(ObjectChanged, match="gone"):
         store.read_object(merges)

@@ -14,7 +14,7 @@ from tests.support.fake_hub import fill_cache
 from headrace.errors import InvalidUri
 from headrace.storage import parse_uri
 from headrace.storage.hub_access import HubRepository
-from headrace.storage.hub_cache import find_snapshot, is_complete, missing_weights
+from headrace.storage.hub_cache import find_snapshot, has_weights, is_complete, missing_weights
 
 COMMIT = "ab" * 20
 INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode()
@@ -110,4 +110,6 @@ def test_without_an_index_every_published_weight_file_is_needed(home: Path) -> N
     assert not is_complete(snapshot, {**published, "other.safetensors": 1}, None)
     assert not is_complete(snapshot, {"config.json": 2}, None), "no weights at all"
     assert missing_weights(snapshot, "other.safetensors") == ["other.safetensors"]
-    assert missing_weights(home / "absent", None) == ["model.safetensors.index.json"]
+    assert missing_weights(snapshot, None) == missing_weights(home / "absent", None) == []
+    assert has_weights(snapshot)
+    assert not has_weights(home / "absent")

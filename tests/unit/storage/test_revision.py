@@ -22,6 +22,7 @@ def test_a_revision_becomes_a_part_of_the_uri(uri: str, revision: str | None, fo
     pinned = with_revision(parse_uri(uri), revision)
     assert str(pinned) == found
     assert pinned == parse_uri(found)
+    assert parse_uri(pinned.text) == pinned, "who opens what was typed gets the revision too"
 
 
 @pytest.mark.parametrize(
