@@ -21,6 +21,7 @@ from headrace.storage.azure_access import AzureAccess, AzureOptions, connect_azu
 from headrace.storage.azure_errors import BROKEN, SDK_EXCEPTIONS, complaint_of, explain_sdk_error, scrub
 from headrace.storage.azure_refusal import AZURE, is_expired, is_without_container, read_azure_complaint
 from headrace.storage.refusal import Complaint, Place, judge_complaint
+from headrace.storage.rooted import RootedStore
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 
@@ -29,7 +30,7 @@ _MOST_BODIES = 3
 _FOLDER_MARK = "hdi_isfolder"
 
 
-class AzureStore:
+class AzureStore(RootedStore):
     """The blobs below the folder that ``uri`` names. Every method may be called from any thread, and in a forked child."""
 
     def __init__(
@@ -42,8 +43,7 @@ class AzureStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open no connection and ask for no token yet. Raises `InvalidUri`, `InvalidSetting`, `AccessDenied` or `MissingDependency`."""
-        self._uri = uri
-        self._selected_key = selected_key
+        super().__init__(uri, selected_key)
         self._transport = transport
         self._options = options or AzureOptions()
         self._clock = clock
@@ -56,27 +56,10 @@ class AzureStore:
         prefix = self._access.location.prefix
         self._prefix = f"{prefix}/" if prefix else ""
 
-    def __repr__(self) -> str:
-        return f"AzureStore({str(self._uri)!r}, endpoint={self.endpoint!r})"
-
-    @property
-    def uri(self) -> Uri:
-        """The root of this store."""
-        return self._uri
-
-    @property
-    def selected_key(self) -> str | None:
-        """The single object that the user's uri named, relative to the root; None where it named a folder."""
-        return self._selected_key
-
     @property
     def endpoint(self) -> str:
         """The account's address: ``https://account.blob.core.windows.net`` or ``http://127.0.0.1:10000/account``."""
         return self._access.endpoint
-
-    def uri_of(self, key: str) -> str:
-        """Return the full uri of one object, for messages."""
-        return str(self._uri.child(key))
 
     def list_level(self, folder: str = "") -> Listing:
         """List one level under ``folder``. Raises `ObjectNotFound` without a container, and where the root is an object rather than a folder."""

@@ -18,6 +18,7 @@ from headrace.storage.gcs_access import GcsAccess, GcsOptions, connect_gcs
 from headrace.storage.gcs_errors import SDK_EXCEPTIONS, judge_sdk_error
 from headrace.storage.gcs_refusal import GCS, GCS_LISTING, read_gcs_complaint
 from headrace.storage.refusal import Dialect, Place, judge_complaint
+from headrace.storage.rooted import RootedStore
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 
@@ -30,7 +31,7 @@ _GENERATION = "x-goog-generation"
 _Answer = TypeVar("_Answer")
 
 
-class GcsStore:
+class GcsStore(RootedStore):
     """The objects below ``uri``'s key in one bucket. Every method may be called from any thread, and in a forked child."""
 
     def __init__(
@@ -44,9 +45,8 @@ class GcsStore:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """Ask nothing of the store yet, though the credential chain may ask the metadata service. Raises `InvalidSetting` or `AccessDenied`."""
-        self._uri = uri
+        super().__init__(uri, selected_key)
         self._prefix = f"{uri.key}/" if uri.key else ""
-        self._selected_key = selected_key
         self._transport = transport
         self._timeout = (transport.connect_timeout_s, transport.idle_timeout_s)
         self._options = options or GcsOptions()
@@ -59,27 +59,10 @@ class GcsStore:
         self._refresh_helped = False
         self._access = connect_gcs(str(uri), self._options, transport)
 
-    def __repr__(self) -> str:
-        return f"GcsStore({str(self._uri)!r}, endpoint={self.endpoint!r})"
-
-    @property
-    def uri(self) -> Uri:
-        """The root of this store."""
-        return self._uri
-
-    @property
-    def selected_key(self) -> str | None:
-        """The single object that the user's uri named, relative to the root; None where it named a folder."""
-        return self._selected_key
-
     @property
     def endpoint(self) -> str:
         """Where requests go: ``https://storage.googleapis.com`` or ``http://127.0.0.1:4443``."""
         return self._access.endpoint
-
-    def uri_of(self, key: str) -> str:
-        """Return the full uri of one object, for messages."""
-        return str(self._uri.child(key))
 
     def list_level(self, folder: str = "") -> Listing:
         """List one level under ``folder``. Raises `ObjectNotFound` without a bucket, and where the root is an object rather than a folder."""

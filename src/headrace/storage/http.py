@@ -35,6 +35,7 @@ from headrace.storage.http_search import Found, NameSearch
 from headrace.storage.links import LinkBook
 from headrace.storage.model_files import INDEX, SIDE_FILES, SINGLE, is_index, is_weights
 from headrace.storage.refusal import Place, judge_complaint, read_complaint
+from headrace.storage.rooted import RootedStore
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 from headrace.storage.web import USER_AGENT, WebClient, WebRequest
@@ -68,7 +69,7 @@ class HttpOptions:
             )
 
 
-class HttpStore:
+class HttpStore(RootedStore):
     """The files below ``uri``. Every method may be called from any thread, and in a forked child.
 
     A query in the uri goes with every request, and appears in no message: it may be a signature.
@@ -84,8 +85,7 @@ class HttpStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open no connection yet. Raises `InvalidSetting` for a token or a CA file that cannot be used."""
-        self._uri = uri
-        self._selected_key = selected_key
+        super().__init__(uri, selected_key)
         self._options = options or HttpOptions()
         self._clock = clock
         self._root = HttpRoot.of(uri, selected_key)
@@ -95,27 +95,10 @@ class HttpStore:
         self._indexed: tuple[str, ...] | None = None
         self._warned = threading.Event()
 
-    def __repr__(self) -> str:
-        return f"HttpStore({str(self._uri)!r})"
-
-    @property
-    def uri(self) -> Uri:
-        """The root of this store."""
-        return self._uri
-
-    @property
-    def selected_key(self) -> str | None:
-        """The single file that the user's uri named, relative to the root; None where it named a folder."""
-        return self._selected_key
-
     @property
     def endpoint(self) -> str:
         """Where requests go: ``https://host``."""
         return self._root.endpoint
-
-    def uri_of(self, key: str) -> str:
-        """Return the full uri of one file, for messages; without a query."""
-        return str(self._uri.child(key))
 
     def list_level(self, folder: str = "") -> Listing:
         """Return what is found under ``folder`` by its name.

@@ -19,6 +19,7 @@ from headrace.storage.hub_access import HubAccess, HubTree
 from headrace.storage.hub_refusal import is_from_hub
 from headrace.storage.links import LinkBook
 from headrace.storage.refusal import Place
+from headrace.storage.rooted import RootedStore
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 from headrace.storage.web import USER_AGENT, WebClient, WebRequest
@@ -29,7 +30,7 @@ _SHA256_DIGITS = 64
 _REFRESH_PAUSE_S = 1.0  # All readers meet a token that has ended at the same moment; one new one serves them all.
 
 
-class HubStore:
+class HubStore(RootedStore):
     """The files below ``uri``'s folder in one commit. Every method may be called from any thread, and in a forked child."""
 
     def __init__(
@@ -44,7 +45,7 @@ class HubStore:
         verify_tls: bool = True,
     ) -> None:
         """Open no connection. Raises `InvalidSetting` for a CA file that cannot be used, `AccessDenied` for a login that cannot be."""
-        self._uri = uri
+        super().__init__(uri, selected_key)
         self._access = access
         self._prefix = f"{uri.key}/" if uri.key else ""
         self._files = {
@@ -53,7 +54,6 @@ class HubStore:
             if stored.key.startswith(self._prefix)
         }
         self._root_is_file = any(stored.key == uri.key for stored in tree.files)
-        self._selected_key = selected_key
         self._ca_file = ca_file
         self._verify_tls = verify_tls
         self._resolve = parse_address(f"{access.endpoint}/{access.repository.name}/resolve/{tree.commit}")
@@ -64,27 +64,10 @@ class HubStore:
         self._refreshed_at = float("-inf")
         self._refresh_helped = False
 
-    def __repr__(self) -> str:
-        return f"HubStore({str(self._uri)!r}, endpoint={self.endpoint!r})"
-
-    @property
-    def uri(self) -> Uri:
-        """The root of this store."""
-        return self._uri
-
-    @property
-    def selected_key(self) -> str | None:
-        """The single file that the user's uri named, relative to the root; None where it named a folder."""
-        return self._selected_key
-
     @property
     def endpoint(self) -> str:
         """Where the hub is (``HF_ENDPOINT``)."""
         return self._access.endpoint
-
-    def uri_of(self, key: str) -> str:
-        """Return the full uri of one file, for messages."""
-        return str(self._uri.child(key))
 
     def list_level(self, folder: str = "") -> Listing:
         """List one level under ``folder``, from the listing of the commit. Raises `ObjectNotFound` where the root is a file, or nothing."""

@@ -7,42 +7,25 @@ import stat as modes
 from pathlib import Path
 
 from headrace.errors import AccessDenied, ObjectChanged, ObjectNotFound, StorageError, StoreUnavailable
+from headrace.storage.rooted import RootedStore
 from headrace.storage.store import FileRange, Listing, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 
 
-class LocalStore:
+class LocalStore(RootedStore):
     """The files below one folder. Holds nothing open; every method may be called from any thread.
 
     A key cannot leave the root by its text; a link below the root may lead anywhere, since whoever can place links there can place files, too.
     """
 
     def __init__(self, uri: Uri, *, selected_key: str | None = None) -> None:
-        self._uri = uri
+        super().__init__(uri, selected_key)
         self._root = Path(uri.key)
-        self._selected_key = selected_key
-
-    def __repr__(self) -> str:
-        return f"LocalStore({str(self._uri)!r})"
-
-    @property
-    def uri(self) -> Uri:
-        """The root of this store."""
-        return self._uri
-
-    @property
-    def selected_key(self) -> str | None:
-        """The single file that the user's uri named, relative to the root; None where it named a folder."""
-        return self._selected_key
 
     @property
     def endpoint(self) -> str:
         """Where files are read."""
         return "this machine"
-
-    def uri_of(self, key: str) -> str:
-        """Return the full path of one file, for messages."""
-        return str(self._uri.child(key))
 
     def list_level(self, folder: str = "") -> Listing:
         """List one level under ``folder``: regular files and folders, also through links; hidden ones and broken links are left out.

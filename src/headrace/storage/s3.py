@@ -14,6 +14,7 @@ from headrace.errors import HeadraceError, InvalidUri, ObjectNotFound, StorageEr
 from headrace.settings import TransportSettings
 from headrace.storage.answers import Level, check_answer, decode_body, is_strong, quote_etag
 from headrace.storage.refusal import Complaint, Place, is_elsewhere, is_expired, judge_complaint, read_complaint
+from headrace.storage.rooted import RootedStore
 from headrace.storage.s3_access import S3Access, S3Options, connect_s3
 from headrace.storage.s3_keys import LentAccess, lend_access
 from headrace.storage.sdk_errors import SDK_EXCEPTIONS, complaint_of, explain_sdk_error, is_own_refusal, no_credentials
@@ -27,7 +28,7 @@ _REFRESH_PAUSE_S = 1.0  # All readers meet an expired token at the same moment; 
 _PAGE_PARTS = {"IsTruncated", "KeyCount", "Contents", "CommonPrefixes"}
 
 
-class S3Store:
+class S3Store(RootedStore):
     """The objects below ``uri``'s key in one bucket. Every method may be called from any thread, and in a forked child."""
 
     def __init__(
@@ -46,9 +47,8 @@ class S3Store:
                 "S3 Express One Zone has a sign-in of its own, which is not supported.",
                 "Copy the model into a general purpose bucket.",
             )
-        self._uri = uri
+        super().__init__(uri, selected_key)
         self._prefix = f"{uri.key}/" if uri.key else ""
-        self._selected_key = selected_key
         self._transport = transport
         self._options = options or S3Options()
         self._clock = clock
@@ -59,27 +59,10 @@ class S3Store:
         self._refresh_helped = False
         self._access = connect_s3(uri.bucket, self._options, transport)
 
-    def __repr__(self) -> str:
-        return f"S3Store({str(self._uri)!r}, endpoint={self.endpoint!r})"
-
-    @property
-    def uri(self) -> Uri:
-        """The root of this store."""
-        return self._uri
-
-    @property
-    def selected_key(self) -> str | None:
-        """The single object that the user's uri named, relative to the root; None where it named a folder."""
-        return self._selected_key
-
     @property
     def endpoint(self) -> str:
         """Where requests go, without the bucket's name in a path: ``https://s3.eu-west-1.amazonaws.com`` or ``http://127.0.0.1:8333``."""
         return self._access.endpoint
-
-    def uri_of(self, key: str) -> str:
-        """Return the full uri of one object, for messages."""
-        return str(self._uri.child(key))
 
     def list_level(self, folder: str = "") -> Listing:
         """List one level under ``folder``. Raises `ObjectNotFound` without a bucket, and where the root is an object rather than a folder."""
