@@ -5,9 +5,13 @@ Values given in code win over ``HEADRACE_*`` variables, which win over the defau
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +68,7 @@ class TransportSettings:
             _check_number(name, getattr(self, name), smallest, whole=True)
         for item in fields(self):
             if item.name.endswith("_s") and item.name not in least:
-                _check_number(item.name, getattr(self, item.name), 0)
+                _check_number(item.name, getattr(self, item.name), 0.001 if item.name.endswith("_timeout_s") else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +172,7 @@ class Settings:
         if unknown:
             known = ", ".join(sorted(own | transport_names))
             raise InvalidSetting(f"Unknown setting {', '.join(unknown)}.", f"Known are: {known}.")
+        _warn_of_unknown(source)
         values: dict[str, Any] = {}
         for variable, (name, convert) in _VARIABLES.items():
             if source.get(variable):
@@ -177,20 +182,47 @@ class Settings:
         return replace(cls(**values), transport=TransportSettings(**transport))
 
 
+def _warn_of_unknown(environment: Mapping[str, str]) -> None:
+    """Say once which ``HEADRACE_`` variables mean nothing: a slip in a name would otherwise be a setting that silently is not made."""
+    for variable in sorted(environment):
+        if variable.startswith("HEADRACE_") and variable not in _VARIABLES and variable not in _OTHERS_VARIABLES:
+            near = get_close_matches(variable, _VARIABLES, n=1)
+            _say_once(variable, f" Did you mean {near[0]}?" if near else "")
+
+
+@cache
+def _say_once(variable: str, hint: str) -> None:
+    logging.getLogger("headrace").warning("The variable %s is set and means nothing to Headrace.%s", variable, hint)
+
+
+_OTHERS_VARIABLES = frozenset({"HEADRACE_API_KEY", "HEADRACE_ENV_ROOT", "HEADRACE_VLLM"})
+"""Variables that the command line, the Makefile and the engines' plug-ins read."""
+
+
 def _check_number(name: str, value: Any, least: float, *, whole: bool = False) -> None:
     good = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not good or value < least:
+    most = _LONGEST_S if name.endswith("_s") and not whole else float("inf")
+    if not good or not math.isfinite(value) or not least <= value <= most:
         kind = "a whole number" if whole else "a number"
-        raise InvalidSetting(f"{name} is {value!r}.", f"It must be {kind}, at least {least:g}.")
+        above = f" and at most {most:g}" if math.isfinite(most) else ""
+        raise InvalidSetting(f"{name} is {value!r}.", f"It must be {kind}, at least {least:g}{above}.")
+
+
+_LONGEST_S = 1e8
+"""Three years: a longer time is a slip, and the system's calls refuse it in words that lead astray."""
 
 
 def _converted(variable: str, text: str, convert: Any) -> Any:
     try:
         return convert(text)
+    except InvalidSetting as error:
+        raise InvalidSetting(f"{variable}: {error.what}", error.why, error.mend) from error
     except (ValueError, KeyError) as error:
-        raise InvalidSetting(
-            f"{variable} is {text!r}.", f"It cannot be read as {convert.__name__.strip('_')}."
-        ) from error
+        raise InvalidSetting(f"{variable} is {text!r}.", f"It must be {_kind_of(convert)}.") from error
+
+
+def _kind_of(convert: Any) -> str:
+    return {int: "a whole number", float: "a number", _switch: "0 or 1"}.get(convert, "something else")
 
 
 def _switch(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.errors import InvalidSetting, PlacementError, UnknownArchitecture
+from headrace.engines import transformers as engine
+from headrace.errors import HeadraceError, InvalidSetting, ModelError, PlacementError, UnknownArchitecture
 from headrace.settings import Settings
 from headrace.streaming import TensorStream
 from tests.engines.models import CONFIGS, edit_config, rewrite, save_model
@@ -339,3 +341,79 @@ def test_a_failure_in_the_load_ends_it_and_its_threads(
     with pytest.raises(Broken):
         headrace.load_model(saved("llama"), settings=QUIET)
     assert streams[0]._closed and not streams[0]._destinations
+
+
+@pytest.mark.parametrize(
+    "architectures", [["AutoTokenizer"], ["AutoModel"], ["PreTrainedModel"], ["GPT2LMHeadModel"], [7]]
+)
+def test_config_json_cannot_choose_what_is_no_model_for_it(
+    copied: Callable[[str], Path], architectures: list[Any]
+) -> None:
+    folder = copied("llama")
+    edit_config(folder, architectures=architectures)
+    assert type(headrace.load_model(folder, settings=QUIET)).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("null", "is not a configuration"), ('{"model_type": "llama", "hidden_size": "x"}', "cannot be used")],
+)
+def test_a_configuration_of_nonsense_is_one_clear_error(
+    copied: Callable[[str], Path], content: str, words: str
+) -> None:
+    folder = copied("llama")
+    (folder / "config.json").write_text(content)
+    with pytest.raises(HeadraceError, match=words):
+        headrace.load_model(folder, settings=QUIET)
+
+
+def test_a_broken_generation_config_is_named(copied: Callable[[str], Path]) -> None:
+    folder = copied("llama")
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        headrace.load_model(folder, settings=QUIET)
+
+
+def test_a_configuration_may_be_given(saved: Callable[[str], Path]) -> None:
+    config = transformers.AutoConfig.from_pretrained(saved("llama"))
+    config.rms_norm_eps = 0.5
+    assert headrace.load_model(saved("llama"), config=config, settings=QUIET).model.norm.variance_epsilon == 0.5
+
+
+def test_an_empty_state_dict_is_refused_too(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(InvalidSetting, match="state_dict cannot be used"):
+        headrace.load_model(saved("llama"), state_dict={}, settings=QUIET)
+
+
+def test_loads_in_several_threads_give_the_right_dtypes_and_leave_torchs_alone(saved: Callable[[str], Path]) -> None:
+    """Transformers swaps torch's default dtype while it builds; two at once would leave the wrong one behind."""
+    names = ["llama", "llama-tied", "gemma3", "qwen3_moe"] * 3
+    with ThreadPoolExecutor(4) as executor:
+        models = list(executor.map(lambda name: headrace.load_model(saved(name), settings=QUIET), names))
+    assert torch.get_default_dtype() == torch.float32
+    for name, model in zip(names, models, strict=True):
+        assert {value.dtype for value in model.parameters()} == {torch.bfloat16}, name
+    assert models[1].lm_head.weight is models[1].model.embed_tokens.weight
+
+
+def test_what_is_left_out_is_in_the_loading_info(saved: Callable[[str], Path]) -> None:
+    _, info = headrace.load_model(
+        saved("llama"), num_hidden_layers=11, strict=False, output_loading_info=True, settings=QUIET
+    )
+    assert len(info["unexpected_keys"]) == 9 and all("layers.11" in name for name in info["unexpected_keys"])
+
+
+def test_the_mend_names_the_flag_that_helps(copied: Callable[[str], Path]) -> None:
+    folder = copied("llama")
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63, dtype=torch.bfloat16)}))
+    with pytest.raises(PlacementError) as caught:
+        headrace.load_model(folder, settings=QUIET)
+    assert "ignore_mismatched_sizes=True" in caught.value.mend and "strict" not in caught.value.mend
+
+
+def test_a_tokenizer_that_is_not_there_is_an_error_and_not_an_empty_one(copied: Callable[[str], Path]) -> None:
+    """Transformers makes an empty tokenizer for some classes; every prompt would then be nothing."""
+    folder = copied("llama")
+    edit_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    with headrace.open(folder, settings=QUIET) as checkpoint, pytest.raises(ModelError, match="tokenizer"):
+        engine.load_tokenizer(checkpoint)

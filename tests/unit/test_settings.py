@@ -76,8 +76,25 @@ def test_an_empty_variable_is_as_none() -> None:
         ({}, {"num_connections": 2.0}, "num_connections is 2.0"),
         ({}, {"idle_timeout_s": -1}, "idle_timeout_s is -1"),
         ({}, {"read_bytes": 10}, "read_bytes is 10"),
+        ({"HEADRACE_IDLE_TIMEOUT": "nan"}, {}, "idle_timeout_s is nan"),
+        ({"HEADRACE_IDLE_TIMEOUT": "inf"}, {}, "idle_timeout_s is inf"),
+        ({"HEADRACE_CONNECT_TIMEOUT": "1e300"}, {}, r"connect_timeout_s is 1e\+300"),
+        ({"HEADRACE_TOTAL_TIMEOUT": "0"}, {}, r"total_timeout_s is 0.0"),
+        ({"HEADRACE_MEMORY_LIMIT": "lots"}, {}, "HEADRACE_MEMORY_LIMIT: 'lots' is not a size"),
     ],
 )
 def test_nonsense_is_refused_by_name(environment: dict[str, str], given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         Settings.from_environment(environment, **given)
+
+
+def test_a_slip_in_a_variables_name_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        Settings.from_environment({"HEADRACE_CONECTIONS": "3", "HEADRACE_API_KEY": "x", "OTHER": "1"})
+    assert (
+        caplog.text.count(
+            "HEADRACE_CONECTIONS is set and means nothing to Headrace. Did you mean HEADRACE_CONNECTIONS?"
+        )
+        == 1
+    )
+    assert "API_KEY" not in caplog.text

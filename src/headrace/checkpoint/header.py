@@ -176,10 +176,11 @@ def _whole_numbers(value: Any, what: str, source: _Source) -> tuple[int, ...]:
 
 
 def _check_size(name: str, dtype: StoredDtype, shape: tuple[int, ...], have: int, source: _Source) -> None:
-    # The reference multiplies in 64 bits from the left and refuses on overflow, even where a later dimension is 0.
+    # The reference multiplies in 64 bits from the left and refuses on overflow, even where a later dimension is 0. An earlier 0 does not help either:
+    # torch multiplies the others for its strides.
     product = 1
     for dimension in shape:
-        product *= dimension
+        product *= dimension or 1
         if product >= _WORD:
             break
     if product * dtype.bits >= _WORD:

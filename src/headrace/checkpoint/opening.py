@@ -17,7 +17,7 @@ from headrace.checkpoint.selection import Selection, choose_index, select_named,
 from headrace.checkpoint.sidefiles import SideFiles
 from headrace.checkpoint.sidelisting import SideLimits, list_side_files
 from headrace.checkpoint.snapshot import Snapshot
-from headrace.errors import InvalidIndex, NoWeights, ObjectNotFound
+from headrace.errors import InvalidIndex, InvalidUri, NoWeights, ObjectNotFound
 from headrace.settings import Settings
 from headrace.storage import Listing, ObjectStore, StoredObject, Uri, open_store
 from headrace.transport import Surroundings
@@ -55,8 +55,12 @@ def open_checkpoint(
             store = open_store(uri_or_store, settings=settings)
             undo.callback(store.close)
             owns_store = True
-        else:
+        elif hasattr(uri_or_store, "describe_range"):
             store, owns_store = uri_or_store, False
+        else:
+            raise InvalidUri(
+                f"{uri_or_store!r} is neither a uri nor a path.", mend="Give text such as s3://bucket/model, or a path."
+            )
         checkpoint = _open(store, settings, fetch or _transport_fetch(settings), owns_store)
         undo.pop_all()
     for note in checkpoint.notes:

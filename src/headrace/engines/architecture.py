@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
@@ -35,11 +36,18 @@ def load_config(
             "The model's class and sizes are read from it.",
             "Upload the whole model folder, or stream the tensors alone with headrace.stream.",
         )
+    given = options.pop("config", None)
+    if isinstance(given, PreTrainedConfig):
+        return given, options  # as from_pretrained does: what is left goes to the model's constructor
     try:
         config, rest = AutoConfig.from_pretrained(
-            folder, return_unused_kwargs=True, trust_remote_code=trust_remote_code, local_files_only=True, **options
+            folder if given is None else given,
+            return_unused_kwargs=True,
+            trust_remote_code=trust_remote_code,
+            local_files_only=True,
+            **options,
         )
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
         raise UnknownArchitecture(
             f"The configuration of {source} cannot be used by Transformers {transformers.__version__}.",
             _first_lines(error),
@@ -62,14 +70,29 @@ def find_model_class(config: Any, folder: Path, *, source: str, trust_remote_cod
         return _mapped(auto_class._model_mapping, config, source=source)
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
-        found = getattr(transformers, name, None)
-        if found is not None and hasattr(found, "from_pretrained"):
+        found = getattr(transformers, str(name), None)
+        if _builds_from(found, config):
             return found
     for mapping_name in _MAPPINGS:
         mapping = getattr(modeling_auto, mapping_name)
         if type(config) in mapping:
             return _one_of(mapping[type(config)], names)
     raise _unknown(names or [type(config).__name__], source)
+
+
+def _builds_from(found: Any, config: Any) -> bool:
+    """Whether ``found`` is a model class for configurations like ``config``: config.json may name anything that Transformers has."""
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        return False
+    wanted: Any = getattr(found, "config_class", None)
+    return wanted is not None and isinstance(config, wanted)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise `ValueError` for a tokenizer that knows no text: Transformers makes an empty one where files are missing, and says nothing."""
+    tokens = tokenizer("The answer is 42.", add_special_tokens=False)["input_ids"]
+    if not [token for token in tokens if token != tokenizer.unk_token_id]:
+        raise ValueError(f"{type(tokenizer).__name__} knows no token of a plain English sentence.")
 
 
 def unusable_tokenizer(folder: Path, error: Exception, *, trust_remote_code: bool) -> ModelError:

@@ -16,7 +16,7 @@ from headrace.engines.architecture import find_model_class, load_config
 from headrace.engines.conversion import Fill, PlacingClass
 from headrace.engines.options import split_options
 from headrace.engines.quantized import came_from_quantizer, pass_quantization
-from headrace.errors import MissingDependency, UnsupportedQuantization
+from headrace.errors import MissingDependency, ModelError, UnsupportedQuantization
 from headrace.quantization import QuantizationSection
 
 
@@ -82,7 +82,14 @@ def _generation_config(folder: Path, model_class: Any) -> Any:
     if not getattr(model_class, "can_generate", lambda: False)():
         return None
     if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        try:
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"The generation_config.json in {folder} cannot be used.",
+                f"{' '.join(str(error).split())[:300]}",
+                "Correct it, or remove it: defaults are then taken from config.json.",
+            ) from error
     return GenerationConfig.from_pretrained(
         folder, config_file_name="config.json", local_files_only=True, _from_model_config=True
     )

@@ -31,7 +31,7 @@ from headrace.engines.placement import Placement
 from headrace.streaming import torch_dtype, torch_shape
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
-_environment_lock = threading.RLock()
+_transformers_lock = threading.RLock()
 
 LoadWeights = Callable[[Any, Mapping[str, Any], Any], tuple[Any, Any]]
 """``(model, state_dict, load_config) -> (loading_info, disk_offload_index)``: the class's own filling of a meta model."""
@@ -101,8 +101,12 @@ class PlacingClass:
         return self._load(model, load_config, load_weights)
 
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the class's ``from_pretrained`` with this object in the class's place."""
-        return self._model_class.from_pretrained.__func__(self, *args, **kwargs)
+        """Run the class's ``from_pretrained`` with this object in the class's place.
+
+        One at a time in a process: it swaps torch's default dtype and functions of ``torch.nn.init`` while it builds, so that two at once leave wrong dtypes behind.
+        """
+        with _transformers_lock:
+            return self._model_class.from_pretrained.__func__(self, *args, **kwargs)
 
 
 @contextmanager
@@ -111,7 +115,7 @@ def synchronous_loading() -> Iterator[None]:
 
     Its thread pool runs ahead without bound: a model made of experts was measured at 1.95 times its size with it, 1.15 times without (2026-11).
     """
-    with _environment_lock:
+    with _transformers_lock:
         before = os.environ.get(_SYNCHRONOUS)
         bar = transformers_logging.is_progress_bar_enabled()
         os.environ[_SYNCHRONOUS] = "1"

@@ -52,7 +52,7 @@ _REFUSED_OPTIONS = {
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InvalidSetting` for what has no meaning where weights come from a uri."""
     for name, why in _REFUSED_OPTIONS.items():
-        if options.get(name):
+        if options.get(name) not in (None, False, ""):
             raise InvalidSetting(f"{name} cannot be used with load_model.", why)
 
 

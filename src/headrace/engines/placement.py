@@ -66,7 +66,7 @@ def check_placement(placement: Placement, *, source: str, model_class: str, tole
     raise PlacementError(
         f"{source} does not fit {model_class}. No weight byte was read.",
         "\n".join(["In the checkpoint's and the model's names:", *lines]),
-        "Check config.json against the weights (headrace inspect lists them), or pass strict=False to let the class initialise what is missing.",
+        _mend(placement),
     )
 
 
@@ -84,6 +84,23 @@ def check_ledger(*, taken: Iterable[str], placement: Placement, unfilled: Sequen
             "\n".join(lines),
             "This is a fault of Headrace or of the installed Transformers version; please report it with this message.",
         )
+
+
+def _mend(placement: Placement) -> str:
+    """Return what helps against what does not fit: a flag only where it does."""
+    check = "Check config.json against the weights; headrace inspect --tensors lists them."
+    if placement.doubled or placement.failed:
+        return check
+    flags = []
+    if placement.missing or placement.unexpected:
+        does = [
+            *(["initialise what is missing"] if placement.missing else []),
+            *(["leave out what is unexpected"] if placement.unexpected else []),
+        ]
+        flags.append(f"strict=False to {' and '.join(does)}")
+    if placement.mismatched:
+        flags.append("ignore_mismatched_sizes=True to initialise what is mismatched")
+    return f"{check} Where it is meant, pass {', and '.join(flags)}."
 
 
 def _with_hints(names: Sequence[str], others: Sequence[str]) -> str:

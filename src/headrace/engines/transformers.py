@@ -27,7 +27,7 @@ try:
     import transformers
     from transformers import AutoProcessor, AutoTokenizer
 
-    from headrace.engines.architecture import unusable_tokenizer
+    from headrace.engines.architecture import check_tokenizer, unusable_tokenizer
     from headrace.engines.construction import ModelWishes, prepare_construction
     from headrace.engines.dummy import RandomWeights
     from headrace.engines.quantized import read_quantization
@@ -113,11 +113,13 @@ def load_tokenizer(source: Checkpoint | SideFiles, *, trust_remote_code: bool = 
     """Return the tokenizer in the side files of ``source``. Raises `ModelError` where there is none that works."""
     folder = _folder(source)
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True, **options
         )
+        check_tokenizer(tokenizer)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         raise unusable_tokenizer(folder, error, trust_remote_code=trust_remote_code) from error
+    return tokenizer
 
 
 def load_processor(source: Checkpoint | SideFiles, *, trust_remote_code: bool = False, **options: Any) -> Any:

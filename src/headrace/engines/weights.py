@@ -88,7 +88,9 @@ class StreamedWeights:
         values = {entry.name: LazyValue(entry, self._take) for entry in placement.order}
         gc.collect()  # the rehearsal's model is cyclic
         with self._progress.during("weights"):
-            return load_weights(model, values, load_config)
+            loading_info, offloaded = load_weights(model, values, load_config)
+        loading_info.unexpected_keys.update(placement.unexpected)
+        return loading_info, offloaded
 
     def settle(self, model: Any) -> None:
         assert self._stream is not None and self._placement is not None

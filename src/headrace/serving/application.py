@@ -43,7 +43,10 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = await self._find(scope)(await read_body(receive))
+            handler = self._find(scope)
+            if scope["method"] == "POST":
+                _check_content_type(scope)
+            answer = await handler(await read_body(receive))
         except Exception as error:  # noqa: BLE001  The last place that can make an answer of it.
             refusal = describe_failure(error)
             answer = JsonAnswer(refusal.body(), refusal.status, refusal.headers)
@@ -91,6 +94,13 @@ class Application:
             "owned_by": "headrace",
             "max_model_len": self._service.engine.context_tokens,
         }
+
+
+def _check_content_type(scope: Scope) -> None:
+    """Raise `Refusal` for a body that does not say it is JSON: a web page may send any other kind to a server on the reader's own machine without being asked."""
+    given = next((value for name, value in scope["headers"] if name == b"content-type"), b"").decode("latin-1")
+    if given.partition(";")[0].strip().lower() != "application/json":
+        raise Refusal(415, "The header Content-Type must be application/json.", code="unsupported_media_type")
 
 
 async def _send_events(send: Send, answer: EventAnswer) -> None:

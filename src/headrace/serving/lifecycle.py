@@ -74,6 +74,10 @@ class Outcome:
     """A thread could not be ended: the interpreter would wait for it, or crash under it."""
 
 
+_INTERRUPTED = 130
+"""What shells call a process that Ctrl-C ended."""
+
+
 class Lifecycle:
     """The state that the gate asks for, and the task that moves it on."""
 
@@ -93,6 +97,8 @@ class Lifecycle:
         self._backend: Backend | None = None
         self._error: BaseException | None = None
         self._stops = 0
+        self._was_ready = False
+        self._was_interrupted = False
         self._thread = threading.Thread(target=self._run_load, name="headrace-load", daemon=True)
 
     @property
@@ -117,9 +123,10 @@ class Lifecycle:
             described["report"] = self._backend.report
         return described
 
-    def request_stop(self) -> None:
-        """Drain and stop; the second time, stop now. From any thread and from signal handlers."""
+    def request_stop(self, *, interrupted: bool = False) -> None:
+        """Drain and stop; the second time, stop now. From any thread and from signal handlers. ``interrupted`` says that a person did it, by Ctrl-C."""
         self._stops += 1
+        self._was_interrupted = self._was_interrupted or interrupted
 
     async def live(self) -> Outcome:
         """Load, serve until told to stop, and return what the process ends with. The server may be torn down then."""
@@ -141,6 +148,7 @@ class Lifecycle:
         elif self._backend is not None and not self._stops:
             self.status = "ready"
             self.progress.phase = "ready"
+            self._was_ready = True
             logger.info("Ready after %s.", format_seconds(self.progress.seconds))
             return True
         return False
@@ -171,7 +179,11 @@ class Lifecycle:
     def _end(self) -> Outcome:
         ended = self._backend is None or self._backend.close(_ABORT_S)
         lingering = not ended or self._thread.is_alive()
-        return Outcome(exit_code=0 if self._error is None else 1, error=self._error, lingering=lingering)
+        code = 1 if self._error is not None else 0
+        if code == 0 and not self._was_ready:
+            logger.info("Stopped before the model was ready.")
+            code = _INTERRUPTED if self._was_interrupted else 0
+        return Outcome(exit_code=code, error=self._error, lingering=lingering)
 
     async def _until(self, condition: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Return when ``condition`` holds, or after ``timeout_s``."""

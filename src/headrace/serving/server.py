@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -72,6 +73,9 @@ class Server:
         """Drain and stop; the second time, stop now."""
         self._lifecycle.request_stop()
 
+    def _signalled(self, number: int) -> None:
+        self._lifecycle.request_stop(interrupted=number == signal.SIGINT)
+
     def run(self) -> Outcome:
         """Serve until told to stop, by `request_stop`, SIGTERM or SIGINT.
 
@@ -85,7 +89,7 @@ class Server:
         return asyncio.run(self._run(listener))
 
     async def _run(self, listener: socket.socket) -> Outcome:
-        server = _Uvicorn(_uvicorn_config(self._gate), on_signal=self.request_stop)
+        server = _Uvicorn(_uvicorn_config(self._gate), on_signal=self._signalled)
         living = asyncio.ensure_future(self._lifecycle.live())
         living.add_done_callback(lambda task: server.leave())
         await server.serve(sockets=[listener])
@@ -98,12 +102,12 @@ class _Uvicorn(uvicorn.Server):
     Its own answer is to close the port first, and then nobody could ask whether we are ready.
     """
 
-    def __init__(self, config: uvicorn.Config, *, on_signal: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, *, on_signal: Callable[[int], None]) -> None:
         super().__init__(config)
         self._on_signal = on_signal
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self._on_signal()
+        self._on_signal(sig)
 
     def leave(self) -> None:
         """Close the port and return from `serve`."""

@@ -44,6 +44,12 @@ class TransformersEngine:
                 "It has no language model head.",
                 "Serve a model for text generation.",
             )
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ServingError(
+                f"{type(model).__name__} cannot be served.",
+                "It is an encoder and a decoder; completions and chats want a decoder alone.",
+                "Serve a decoder-only model, or use headrace.load_model and its generate.",
+            )
         model.eval()
         self._model = model
         self._end_tokens = _end_tokens(model, tokenizer)

@@ -38,6 +38,10 @@ def _predicate(wanted: Wanted, *, default: bool) -> Callable[[str], bool]:
         return lambda _: default
     if callable(wanted):
         return wanted
+    if not isinstance(wanted, (str, re.Pattern, Iterable)):
+        raise InvalidSetting(
+            f"{wanted!r} is not a pattern.", "It must be a glob, a compiled regular expression or a predicate."
+        )
     patterns = [wanted] if isinstance(wanted, (str, re.Pattern)) else list(wanted)
     for pattern in patterns:
         if not isinstance(pattern, (str, re.Pattern)):

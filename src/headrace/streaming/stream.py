@@ -66,6 +66,10 @@ class StreamOptions:
             raise InvalidSetting(f"ownership is {self.ownership!r}.", "It must be owned or leased.")
         if self.on_budget not in ("promote", "error"):
             raise InvalidSetting(f"on_budget is {self.on_budget!r}.", "It must be promote or error.")
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise InvalidSetting(f"device is {self.device!r}.", f"{str(error).splitlines()[0]}.") from error
 
 
 @dataclass(slots=True)

@@ -221,7 +221,10 @@ def send_raw(running: Running, path: str, body: dict[str, Any]) -> socket.socket
     host, port = running.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     connection = socket.create_connection((host, int(port)))
-    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    connection.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
     return connection
 
 

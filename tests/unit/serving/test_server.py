@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import threading
 import time
@@ -154,6 +155,27 @@ def test_being_told_to_stop_while_it_loads() -> None:
         running.thread.join(10)
         assert running.outcomes == [Outcome(exit_code=0, lingering=True)]
         load.go_on.set()
+
+
+def test_ctrl_c_while_it_loads_is_not_a_success() -> None:
+    load = SteppedLoad()
+    with serving(load=load, wait=False) as running:
+        running.server._signalled(signal.SIGINT)
+        running.thread.join(10)
+        assert running.outcomes == [Outcome(exit_code=130, lingering=True)]
+        load.go_on.set()
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_a_body_that_is_not_said_to_be_json_is_refused(kind: str | None) -> None:
+    """A web page may send these to a server on the reader's own machine without asking it first."""
+    with serving() as running:
+        headers = {"content-type": kind} if kind else {}
+        body = b'{"model": "m", "prompt": "x", "max_tokens": 1}'
+        answer = httpx.post(running.url + "/v1/completions", content=body, headers=headers, trust_env=False, timeout=20)
+        assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
 
 
 def test_a_dead_engine_is_a_503_and_then_the_end() -> None:
