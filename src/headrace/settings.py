@@ -25,8 +25,8 @@ class TransportSettings:
 
     num_connections: int = 8
     """Connections (or file readers) at once, in this process."""
-    read_bytes: int = 8 * MIB
-    """Largest single ranged read, in bytes."""
+    read_bytes: int = 16 * MIB
+    """Largest single ranged read, in bytes; reads are cut at the file's multiples of it."""
     gap_bytes: int = 64 << 10
     """Unwanted bytes between two wanted ranges that are read and dropped rather than skipped by a new request."""
     connect_timeout_s: float = 10.0

@@ -95,10 +95,14 @@ def test_neighbours_in_another_order_share_reads() -> None:
     assert [(read.start, read.stop) for read in plan_reads(natural).reads] == [(100, 150)]
 
 
-def test_a_long_tensor_is_cut_into_even_reads() -> None:
-    plan = plan_reads([entry("w", 0, 9 << 20)], read_bytes=8 << 20)
-    assert [read.size_bytes for read in plan.reads] == [(9 << 20) // 2, (9 << 20) // 2]
-    assert plan.reads_of == ((0, 1),)
+def test_a_long_tensor_is_cut_where_stores_cut_objects() -> None:
+    plan = plan_reads([entry("w", 100, 20 << 20)], read_bytes=8 << 20)
+    assert [(read.start, read.stop) for read in plan.reads] == [
+        (100, 8 << 20),
+        (8 << 20, 16 << 20),
+        (16 << 20, 20 << 20),
+    ]
+    assert plan.reads_of == ((0, 1, 2),)
 
 
 def test_nothing_is_read_for_empty_tensors() -> None:

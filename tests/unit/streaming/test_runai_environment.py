@@ -43,7 +43,7 @@ def access(**values: Any) -> LentAccess:
         ({"memory_limit_bytes": -1}, 4000, {"MEMORY_LIMIT": "-1"}),
         ({"memory_limit_bytes": 0}, 4000, {"MEMORY_LIMIT": "0"}),
         ({"total_timeout_s": 1.5}, 1, {"S3_TIMEOUT": "2"}),
-        ({"read_bytes": 1 << 24}, 1, {"CHUNK_BYTESIZE": str(1 << 24)}),
+        ({"read_bytes": 1 << 25}, 1, {"CHUNK_BYTESIZE": str(1 << 25)}),
     ],
 )
 def test_settings_become_variables(given: dict[str, Any], largest: int, expected: dict[str, str]) -> None:

@@ -87,7 +87,7 @@ class SteppedPool:
 
 
 def entries_of(sizes: list[int]) -> list[Entry]:
-    found, at = [], 100
+    found, at = [], 4096
     for place, size in enumerate(sizes):
         found.append(Entry(name=f"t{place}", dtype="U8", shape=(size,), file=FILE, start=at, stop=at + size))
         at += size
@@ -231,7 +231,7 @@ def test_a_waited_for_tensor_jumps_the_queue_and_the_budget() -> None:
     assert pool.arrival.acquire(timeout=10)
     pool.step()
     thread.join(10)
-    assert pool.started == [(100 + 9 * 4096, 100 + 10 * 4096)]
+    assert pool.started == [(10 * 4096, 11 * 4096)]
     assert_right(stream.plan.entries[9], taken[0])
     stream.close()
 
