@@ -21,7 +21,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 300.0
-MARK = "HEADRACE_DEMO_TEST"
+MARK = "DEMO_TEST_MARKER"
 """A variable that every process of one demo inherits, so that those left over can be found."""
 
 

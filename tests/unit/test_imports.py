@@ -36,7 +36,7 @@ OPTIONAL_HOMES = {
     "botocore": {"storage", "cli"},
     "azure": {"storage"},
     "google": {"storage"},
-    "huggingface_hub": {"storage"},
+    "huggingface_hub": {"storage", "engines"},
     "requests": {"storage"},
     "urllib3": {"storage"},
     "transformers": {"engines", "serving", "cli"},
