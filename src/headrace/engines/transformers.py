@@ -24,7 +24,6 @@ from headrace.streaming.formats import ExtraConfig, LoadFormat, parse_extra_conf
 from headrace.streaming.loading import link_for
 
 try:
-    import transformers
     from transformers import AutoProcessor, AutoTokenizer
 
     from headrace.engines.architecture import check_tokenizer, unusable_tokenizer
@@ -223,7 +222,3 @@ def _at_revision(source: Source, revision: str) -> Source:
 
 def _folder(source: Checkpoint | SideFiles) -> Path:
     return (source.side_files if isinstance(source, Checkpoint) else source).folder()
-
-
-TRANSFORMERS_VERSION: str = transformers.__version__
-"""The version that loads; its private names are pinned by a contract test."""

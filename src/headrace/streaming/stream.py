@@ -77,7 +77,6 @@ class _Account:
     """What the stream has done so far. Guarded by the stream's lock."""
 
     num_taken: int = 0
-    bytes_taken: int = 0
     next_read: int = 0
     num_in_pool: int = 0
     submitted: set[int] = field(default_factory=set)
@@ -365,7 +364,6 @@ class TensorStream:
         account = self._account
         self._room.handed_out(entry)
         account.num_taken += 1
-        account.bytes_taken += entry.size_bytes
         if account.num_taken == len(self.plan.entries):
             self._ended = self._clock()
 
