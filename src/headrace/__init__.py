@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.checkpoint import Checkpoint, Entry
-    from headrace.engines import load_model
+    from headrace.engines import load_model, register_quantizers
     from headrace.errors import HeadraceError
     from headrace.progress import LoadProgress
     from headrace.settings import Settings, TransportSettings
@@ -27,6 +27,7 @@ __all__ = [
     "load_state_dict",
     "open",
     "parse_uri",
+    "register_quantizers",
     "stream",
 ]
 
@@ -46,6 +47,7 @@ _HOMES = {
     "load_state_dict": "streaming",
     "open": "streaming",
     "parse_uri": "storage",
+    "register_quantizers": "engines",
     "stream": "streaming",
 }
 

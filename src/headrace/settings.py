@@ -1,6 +1,7 @@
 """Every knob, validated, and the only module below the command line that reads the environment.
 
-Values given in code win over ``HEADRACE_*`` variables, which win over the defaults.
+Values given in code win over ``HEADRACE_*`` variables, which win over the variables of other programs for the same thing (Run:ai Model Streamer's, Google's,
+curl's), which win over the defaults. What each value came from is kept, for the report of a load.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import InvalidSetting
-from headrace.units import MIB, UNLIMITED, parse_bytes, parse_memory_limit
+from headrace.units import MIB, UNLIMITED, parse_bytes, parse_memory_limit, parse_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class TransportSettings:
     """How bytes are moved."""
 
     num_connections: int = 8
-    """Connections (or file readers) at once, in this process."""
+    """Connections (or file readers) at once, on this node (`HEADRACE_CONNECTIONS`, `RUNAI_STREAMER_CONCURRENCY`). Local ranks divide them."""
     read_bytes: int = 16 * MIB
     """Largest single ranged read, in bytes; reads are cut at the file's multiples of it."""
     gap_bytes: int = 64 << 10
@@ -116,7 +117,7 @@ class Settings:
     cache_dir: Path = field(default_factory=lambda: Path.home() / ".cache" / "headrace")
     """Where side files are mirrored (`HEADRACE_CACHE_DIR`)."""
     memory_limit_bytes: int | None = None
-    """Most memory for tensors on their way, in bytes, for the node (`HEADRACE_MEMORY_LIMIT`): -1 is unlimited, 0 the smallest that works; None chooses an
+    """Most memory for tensors on their way, in bytes, for the node (`HEADRACE_MEMORY_LIMIT`, `RUNAI_STREAMER_MEMORY_LIMIT`): -1 is unlimited, 0 the smallest that works; None chooses an
     eighth of what is available, at most 8 GiB. Local ranks divide it."""
     local_ranks: int = 1
     """Processes of this node that load at the same time (`LOCAL_WORLD_SIZE`, as torchrun sets it): memory and connections are divided by it."""
@@ -125,9 +126,13 @@ class Settings:
     progress: bool = True
     """Show progress on standard error (`HEADRACE_PROGRESS`, 0 or 1)."""
     s3_anonymous: bool = False
-    """Send no credentials to S3 and look for none, for public buckets (`HEADRACE_S3_ANONYMOUS`)."""
+    """Send no credentials to S3 and look for none, for public buckets (`HEADRACE_S3_ANONYMOUS`, `RUNAI_STREAMER_S3_UNSIGNED`)."""
     s3_addressing_style: str | None = None
-    """path, virtual or auto (`HEADRACE_S3_ADDRESSING_STYLE`); None takes the AWS configuration's."""
+    """path, virtual or auto (`HEADRACE_S3_ADDRESSING_STYLE`, `RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING`); None takes the AWS configuration's."""
+    s3_endpoint: str | None = field(default=None, repr=False)
+    """URL of another store than Amazon's (`HEADRACE_S3_ENDPOINT`, `RUNAI_STREAMER_S3_ENDPOINT`); None takes the AWS configuration's (`AWS_ENDPOINT_URL`)."""
+    s3_request_payer: bool = False
+    """Pay for requests to buckets whose readers do (`HEADRACE_S3_REQUEST_PAYER`, ``requester``)."""
     gcs_anonymous: bool = False
     """Send no token to Google Cloud Storage and look for no credentials, for public buckets (`HEADRACE_GCS_ANONYMOUS`)."""
     gcs_credentials_file: Path | None = None
@@ -148,6 +153,8 @@ class Settings:
     verify_tls: bool = True
     """Check servers' certificates (`HEADRACE_VERIFY_TLS`)."""
     transport: TransportSettings = field(default_factory=TransportSettings)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Setting to the variable that its value was read from, or to another source than the code that made these settings. A default, or what code gave, is not in it."""
 
     def __post_init__(self) -> None:
         if self.memory_limit_bytes is not None:
@@ -159,6 +166,13 @@ class Settings:
         """This rank's share of the node's connections, at least one."""
         return replace(self.transport, num_connections=max(1, self.transport.num_connections // self.local_ranks))
 
+    def changed(self, source: str, **values: Any) -> Settings:
+        """Return these settings with ``values``, fields of this class or of `TransportSettings`, and keep that they came from ``source``."""
+        inner = {name: value for name, value in values.items() if name in _TRANSPORT_NAMES}
+        own = {name: value for name, value in values.items() if name not in inner}
+        sources = {**self.sources, **dict.fromkeys(values, source)}
+        return replace(self, transport=replace(self.transport, **inner), sources=sources, **own)
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:
         """Return the settings that ``environment`` (default: the process's) and ``given`` ask for; ``None`` in ``given`` means not given.
@@ -166,20 +180,32 @@ class Settings:
         ``given`` may name fields of this class and of `TransportSettings`. Raises `InvalidSetting` that lists what is known.
         """
         source = os.environ if environment is None else environment
-        own = {item.name for item in fields(cls)} - {"transport"}
-        transport_names = {item.name for item in fields(TransportSettings)}
-        unknown = sorted(set(given) - own - transport_names)
+        own = {item.name for item in fields(cls)} - {"transport", "sources"}
+        unknown = sorted(set(given) - own - _TRANSPORT_NAMES)
         if unknown:
-            known = ", ".join(sorted(own | transport_names))
+            known = ", ".join(sorted(own | _TRANSPORT_NAMES))
             raise InvalidSetting(f"Unknown setting {', '.join(unknown)}.", f"Known are: {known}.")
         _warn_of_unknown(source)
         values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
         for variable, (name, convert) in _VARIABLES.items():
-            if source.get(variable):
+            if source.get(variable) and given.get(name) is None:
                 values[name] = _converted(variable, source[variable], convert)
+                sources[name] = variable
         values.update({name: value for name, value in given.items() if value is not None})
-        transport = {name: values.pop(name) for name in list(values) if name in transport_names}
-        return replace(cls(**values), transport=TransportSettings(**transport))
+        transport = {name: values.pop(name) for name in list(values) if name in _TRANSPORT_NAMES}
+        return replace(cls(**values), transport=TransportSettings(**transport), sources=sources)
+
+
+_TRANSPORT_NAMES = frozenset(item.name for item in fields(TransportSettings))
+
+
+def known_variables() -> dict[str, tuple[str, ...]]:
+    """Return the environment variables of each setting that has any, those first that win over others; ``azure.account`` and its like are fields of `AzureSettings`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for variable, (name, _) in _VARIABLES.items():
+        found[name] = (variable, *found.get(name, ()))
+    return {**found, **{f"azure.{name}": variables for name, variables in _AZURE_VARIABLES.items()}}
 
 
 def _warn_of_unknown(environment: Mapping[str, str]) -> None:
@@ -222,23 +248,39 @@ def _converted(variable: str, text: str, convert: Any) -> Any:
 
 
 def _kind_of(convert: Any) -> str:
-    return {int: "a whole number", float: "a number", _switch: "0 or 1"}.get(convert, "something else")
+    kinds = {int: "a whole number", float: "a number", _switch: "0 or 1", _style: "0 or 1", _payer: "requester, 0 or 1"}
+    return kinds.get(convert, "something else")
 
 
 def _switch(text: str) -> bool:
     return {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}[text.lower()]
 
 
+def _payer(text: str) -> bool:
+    """Read the word of the AWS SDKs, which is also the header's, as well as a switch."""
+    return text.lower() == "requester" or _switch(text)
+
+
+def _style(text: str) -> str:
+    return "virtual" if _switch(text) else "path"
+
+
+# Of several for one thing the later wins: ours over those of other programs. What Run:ai's mean: environment variables of run-ai/runai-model-streamer 0.17.
 _VARIABLES: dict[str, tuple[str, Any]] = {
     "HEADRACE_CACHE_DIR": ("cache_dir", lambda text: Path(text).expanduser()),
+    "RUNAI_STREAMER_MEMORY_LIMIT": ("memory_limit_bytes", parse_memory_limit),
     "HEADRACE_MEMORY_LIMIT": ("memory_limit_bytes", parse_memory_limit),
     "HEADRACE_PROGRESS": ("progress", _switch),
     "HEADRACE_DEBUG_POISON": ("debug_poison", _switch),
     "LOCAL_WORLD_SIZE": ("local_ranks", int),
+    "RUNAI_STREAMER_S3_UNSIGNED": ("s3_anonymous", _switch),
     "HEADRACE_S3_ANONYMOUS": ("s3_anonymous", _switch),
+    "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": ("s3_addressing_style", _style),
     "HEADRACE_S3_ADDRESSING_STYLE": ("s3_addressing_style", str),
+    "RUNAI_STREAMER_S3_ENDPOINT": ("s3_endpoint", str),
+    "HEADRACE_S3_ENDPOINT": ("s3_endpoint", str),
+    "HEADRACE_S3_REQUEST_PAYER": ("s3_request_payer", _payer),
     "HEADRACE_GCS_ANONYMOUS": ("gcs_anonymous", _switch),
-    # Of two for one thing, the later wins: ours.
     "RUNAI_STREAMER_GCS_CREDENTIAL_FILE": ("gcs_credentials_file", lambda text: Path(text).expanduser()),
     "HEADRACE_GCS_CREDENTIALS_FILE": ("gcs_credentials_file", lambda text: Path(text).expanduser()),
     "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": ("gcs_endpoint", str),
@@ -249,9 +291,11 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "REQUESTS_CA_BUNDLE": ("ca_file", str),
     "SSL_CERT_FILE": ("ca_file", str),
     "HEADRACE_VERIFY_TLS": ("verify_tls", _switch),
+    "RUNAI_STREAMER_CONCURRENCY": ("num_connections", int),
     "HEADRACE_CONNECTIONS": ("num_connections", int),
+    "RUNAI_STREAMER_CHUNK_BYTESIZE": ("read_bytes", parse_bytes),
     "HEADRACE_READ_BYTES": ("read_bytes", parse_bytes),
-    "HEADRACE_BANDWIDTH_LIMIT": ("bandwidth_bytes_per_s", parse_bytes),
+    "HEADRACE_BANDWIDTH_LIMIT": ("bandwidth_bytes_per_s", parse_rate),
     # The names that curl and the SDKs know, in both spellings; the lower one wins where they differ, as with curl.
     "HTTP_PROXY": ("http_proxy", str),
     "http_proxy": ("http_proxy", str),

@@ -56,6 +56,11 @@ def parse_memory_limit(text: str | int) -> int:
     return UNLIMITED if text in (-1, "-1") and not isinstance(text, bool) else parse_bytes(text)
 
 
+def parse_rate(text: str | int) -> int:
+    """Return a rate in bytes per second: as `parse_bytes`, with or without ``/s`` after it (``100MB``, ``1GiB/s``)."""
+    return parse_bytes(text.strip().removesuffix("/s") if isinstance(text, str) else text)
+
+
 def format_bytes(num_bytes: float) -> str:
     """Return ``num_bytes`` in decimal units with three significant digits, as networks are measured: ``269 MB``."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

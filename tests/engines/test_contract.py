@@ -7,11 +7,23 @@ from dataclasses import fields
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, core_model_loading, modeling_utils
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PreTrainedModel,
+    conversion_mapping,
+    core_model_loading,
+    modeling_utils,
+)
 from transformers.models.auto import modeling_auto
+from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 from transformers.quantizers import auto as quantizers
+from transformers.quantizers.base import HfQuantizer
 
-from headrace.engines.conversion import LazyValue, synchronous_loading
+from headrace.engines.conversion import synchronous_loading
+from headrace.engines.values import LazyValue
 
 
 def parameters_of(function: object) -> list[str]:
@@ -98,12 +110,12 @@ def test_a_value_is_asked_for_only_through_what_a_lazy_value_has() -> None:
 def test_quantizers_are_looked_up_by_method_in_two_tables() -> None:
     for method in ("fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "bitsandbytes_4bit", "bitsandbytes_8bit"):
         assert method in quantizers.AUTO_QUANTIZER_MAPPING and method in quantizers.AUTO_QUANTIZATION_CONFIG_MAPPING
-    assert "modelopt" not in quantizers.AUTO_QUANTIZER_MAPPING
+    assert '"modelopt"' not in inspect.getsource(quantizers)
 
 
 def test_a_method_without_a_quantizer_is_skipped_and_only_logged() -> None:
     """Which is why it is refused before Transformers sees it."""
-    assert quantizers.AutoHfQuantizer.supports_quant_method({"quant_method": "modelopt"}) is False
+    assert quantizers.AutoHfQuantizer.supports_quant_method({"quant_method": "nonesuch"}) is False
     assert "model.hf_quantizer = hf_quantizer" in inspect.getsource(PreTrainedModel.from_pretrained.__func__)
 
 
@@ -111,3 +123,36 @@ def test_the_quantization_is_taken_from_the_top_of_the_configuration() -> None:
     source = inspect.getsource(quantizers.get_hf_quantizer)
     assert 'getattr(config, "quantization_config", None)' in source
     assert quantizers.__name__.startswith("transformers.quantizers.")
+
+
+def test_conversions_are_asked_for_by_model_and_by_name() -> None:
+    assert parameters_of(conversion_mapping.get_model_conversion_mapping)[:3] == [
+        "model",
+        "key_mapping",
+        "hf_quantizer",
+    ]
+    assert parameters_of(core_model_loading.apply_renamings) == ["source_key", "weight_renamings"]
+    merge, concatenate = core_model_loading.MergeModulelist(), core_model_loading.Concatenate(dim=1)
+    assert (merge.dim, concatenate.dim) == (0, 1)
+
+
+def test_a_quantizer_has_the_hooks_that_ours_fills() -> None:
+    source = inspect.getsource(PreTrainedModel.from_pretrained.__func__)
+    assert "hf_quantizer.preprocess_model(" in source and "checkpoint_files=checkpoint_files" in source
+    assert parameters_of(HfQuantizer.update_weight_conversions) == ["self", "weight_conversions", "model"]
+    assert parameters_of(HfQuantizer.get_new_dtype) == ["self", "converter", "param", "dtype"]
+    assert "_process_model_before_weight_loading" in dir(HfQuantizer)
+
+
+def test_attention_functions_are_looked_up_by_the_modules_own_configuration() -> None:
+    source = inspect.getsource(modeling_llama.LlamaAttention.forward)
+    assert "self.config._attn_implementation, eager_attention_forward" in source
+    assert "sdpa" in modeling_utils.ALL_ATTENTION_FUNCTIONS
+
+
+def test_experts_say_how_they_are_built() -> None:
+    config = MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+    experts = modeling_mixtral.MixtralExperts(config)
+    flags = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+    assert [getattr(experts, flag) for flag in flags] == [True, False, False, True, False]
+    assert callable(experts._apply_gate)

@@ -17,7 +17,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import headrace
 from headrace.checkpoint.sideopening import open_side_files
@@ -82,8 +81,6 @@ def fp8(tmp_path: Path) -> tuple[Path, Callable[[], dict[str, torch.Tensor]]]:
             scale = tensors[name].float().abs().max() / 448
             packed = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
             rows, columns = (-(-size // 64) for size in packed.shape)
-            if packed.shape[0] % 64 or packed.shape[1] % 64:
-                rows = columns = 1  # a block is what the grid makes of the shape
             tensors[name] = packed
             tensors[name + "_scale_inv"] = scale.expand(rows, columns).contiguous()
         values.update(
@@ -268,32 +265,29 @@ def test_dummy_fills_packed_parameters_with_finite_codes() -> None:
 def test_the_section_reaches_the_construction(
     nest: str | None, load_format: LoadFormat, fp8: tuple[Path, Any], settings: Settings
 ) -> None:
-    """Wherever config.json keeps it. Without it the packed numbers would become the parameters, up to 448."""
+    """B1, in every loader: wherever config.json keeps it. Without it the packed numbers would become the parameters, up to 448."""
     need(load_format)
     folder, values = fp8
     edit_config(folder, **({nest: {"quantization_config": FP8}} if nest else {"quantization_config": FP8}))
     model = headrace.load_model(folder, load_format=load_format, settings=settings)
-    assert_same(model, values())
+    layer = model.model.layers[2].mlp.up_proj
+    assert type(layer).__name__ == "QuantizedLinear" and layer.weight.dtype is torch.float8_e4m3fn
+    assert torch.equal(layer.dequantized(torch.bfloat16), values()["model.layers.2.mlp.up_proj.weight"])
+    assert model.config.quantization_config.to_dict() == FP8
+    plain = headrace.load_model(folder, load_format=load_format, dequantize=True, settings=settings)
+    assert_same(plain, values())
 
 
-@pytest.mark.parametrize("load_format", [*BUILT_BY_WEIGHTS, LoadFormat.DUMMY])
-def test_the_constructions_configuration_has_the_section_at_its_top(
-    load_format: LoadFormat, fp8: tuple[Path, Any], settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need(load_format)
-    folder, _ = fp8
-    edit_config(folder, llm_config={"quantization_config": FP8})
-    seen: list[Any] = []
-    original = transformers.LlamaForCausalLM.from_pretrained.__func__
-
-    def from_pretrained(cls: Any, name: Any, *args: Any, config: Any, **options: Any) -> Any:
-        assert name is None
-        seen.append(config.quantization_config)
-        return original(cls, name, *args, config=config, **options)
-
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", classmethod(from_pretrained))
-    headrace.load_model(folder, load_format=load_format, settings=settings)
-    assert seen == [FP8]
+def test_a_quantizer_that_the_caller_names_is_transformers_own(fp8: tuple[Path, Any], settings: Settings) -> None:
+    folder, values = fp8
+    edit_config(folder, quantization_config=FP8)
+    aligned = {
+        name: value for name, value in values().items() if value.dim() == 2 and not any(s % 64 for s in value.shape)
+    }
+    wanted = transformers.FineGrainedFP8Config(weight_block_size=(64, 64), dequantize=True)
+    model = headrace.load_model(folder, quantization_config=wanted, settings=settings)
+    found = model.state_dict()
+    assert aligned and all(torch.equal(found[name], value) for name, value in aligned.items())
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -304,7 +298,7 @@ def test_packed_weights_without_a_section_never_become_parameters(
     folder, _ = fp8
     if not scales:
         rewrite(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith("_inv")])
-    with pytest.raises(UnsupportedQuantization, match=r"(?s)F8_E4M3.*names no quantization"):
+    with pytest.raises(UnsupportedQuantization, match=r"model\.layers\.0\.mlp\.down_proj"):
         headrace.load_model(folder, strict=strict, settings=settings)
 
 
@@ -313,23 +307,35 @@ def test_one_lost_scale_is_named(fp8: tuple[Path, Any], settings: Settings) -> N
     edit_config(folder, quantization_config=FP8)
     lost = "model.layers.7.mlp.up_proj.weight_scale_inv"
     rewrite(folder, lambda tensors: tensors.pop(lost))
-    with pytest.raises(UnsupportedQuantization, match=r"\(1\): model\.layers\.7\.mlp\.up_proj\.weight .*names fp8"):
+    with pytest.raises(UnsupportedQuantization, match=r"model\.layers\.7\.mlp\.up_proj"):
         headrace.load_model(folder, settings=settings)
 
 
 @pytest.mark.parametrize("load_format", [*BUILT_BY_WEIGHTS, LoadFormat.DUMMY])
 @pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
-def test_a_method_without_a_quantizer_is_refused_in_every_format(
+def test_a_method_without_a_reader_is_refused_in_every_format(
     place: str, load_format: LoadFormat, copied: Path, settings: Settings
 ) -> None:
     """Transformers would go on without one after a log line, and build plain parameters."""
     need(load_format)
+    section = {"quant_method": "nonesuch", "quant_algo": "X4"}
     if place == "config.json":
-        edit_config(copied, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+        edit_config(copied, quantization_config=section)
     else:
-        (copied / place).write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(UnsupportedQuantization, match=f"modelopt NVFP4.*{place}"):
+        (copied / place).write_text(json.dumps({"quantization": section}))
+    with pytest.raises(UnsupportedQuantization, match=f"nonesuch X4.*{place}"):
         headrace.load_model(copied, load_format=load_format, settings=settings)
+
+
+def test_a_section_over_plain_weights_is_warned_of(
+    copied: Path, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_config(copied, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    with caplog.at_level(logging.WARNING):
+        model = headrace.load_model(copied, settings=settings)
+    assert "no weight is packed" in caplog.text
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert getattr(model.config, "quantization_config", None) is None
 
 
 @pytest.mark.parametrize(
@@ -339,22 +345,21 @@ def test_a_method_without_a_quantizer_is_refused_in_every_format(
         (RuntimeError("unpacker wants a GPU"), UnsupportedQuantization),
     ],
 )
-def test_what_a_quantizer_lacks_is_said(
+def test_what_a_quantizer_of_transformers_lacks_is_said(
     raised: Exception,
     expected: type[Exception],
-    fp8: tuple[Path, Any],
+    copied: Path,
     settings: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, _ = fp8
-    edit_config(folder, quantization_config=FP8)
+    edit_config(copied, quantization_config={"quant_method": "hqq", "quant_config": {}})
 
-    def validate(self: Any, *args: Any, **options: Any) -> None:
+    def refuse(self: Any, *args: Any, **options: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", validate)
-    with pytest.raises(expected, match=r"quantized with fp8.*unpacker") as caught:
-        headrace.load_model(folder, settings=settings)
+    monkeypatch.setattr(transformers.HqqConfig, "__init__", refuse)
+    with pytest.raises(expected, match=r"quantized with hqq.*unpacker") as caught:
+        headrace.load_model(copied, settings=settings)
     assert caught.value.__cause__ is raised
 
 
@@ -363,7 +368,8 @@ def test_another_quantization_than_the_stored_one_is_refused(fp8: tuple[Path, An
     edit_config(folder, quantization_config=FP8)
     with pytest.raises(InvalidSetting, match="gptq was asked for, and the checkpoint is quantized with fp8"):
         headrace.load_model(folder, quantization="gptq", settings=settings)
-    assert_same(headrace.load_model(folder, quantization="fp8", settings=settings), values())
+    model = headrace.load_model(folder, quantization="fp8", dequantize=True, settings=settings)
+    assert_same(model, values())
 
 
 @pytest.mark.parametrize("load_format", ["auto", "modelopt"])

@@ -15,9 +15,10 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import headrace
 from headrace.cli import serve as command
 from headrace.cli.serve import ServeOptions
-from headrace.errors import InvalidSetting
+from headrace.errors import InvalidSetting, ObjectChanged
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
 from headrace.storage import parse_uri
@@ -149,3 +150,16 @@ def test_a_format_for_local_files_is_refused_before_a_bucket_is_asked(load_forma
     options = ServeOptions(uri="s3://absent/model", load_format=load_format)
     with no_hub_calls(), pytest.raises(InvalidSetting, match=f"{load_format} cannot read a bucket"):
         command._load_model(parse_uri(options.uri), "model", options, LoadProgress())
+
+
+def test_a_snapshot_is_served_and_named(llama: Path, tmp_path: Path) -> None:
+    """By its id the server takes what is there; `/v1/models` and `/metrics` say which it is. Another id ends the load."""
+    settings = Settings.from_environment(progress=False, cache_dir=tmp_path / "cache")
+    with headrace.open(llama, settings=settings) as checkpoint:
+        snapshot = checkpoint.snapshot.id
+    with served(llama, tmp_path, snapshot=snapshot, served_model_name="tiny") as client:
+        assert client.get("/v1/models").json()["data"][0]["snapshot"] == snapshot
+        assert f'headrace_model_snapshot{{model="tiny",snapshot="{snapshot}"}} 1.0' in client.get("/metrics").text
+    other = ServeOptions(uri=str(llama), port=0, settings=settings, snapshot="0" * 12)
+    with pytest.raises(ObjectChanged, match=f"Snapshot {snapshot} is there now"):
+        command._load_model(parse_uri(llama), "tiny", other, LoadProgress())

@@ -41,6 +41,7 @@ def put(server: FaultServer, files: dict[str, bytes] | None = None) -> None:
 
 def settings_for(folder: Path, environment: dict[str, str] | None = None, **given: Any) -> Settings:
     quick = {"backoff_first_s": 0.005, "backoff_most_s": 0.02, "idle_timeout_s": 5.0, "max_attempts": 3}
+    quick["hedge_after_s"] = 0  # Bytes and requests are counted.
     return Settings.from_environment(
         environment or {},
         cache_dir=folder / "cache",

@@ -39,6 +39,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
     quick: dict[str, Any] = {"backoff_first_s": 0.005, "backoff_most_s": 0.02, "idle_timeout_s": 5.0, "max_attempts": 3}
+    quick["hedge_after_s"] = 0  # Bytes and requests are counted.
     return Settings.from_environment(
         {}, cache_dir=tmp_path / "cache", progress=False, read_bytes=400_000, num_connections=3, **quick
     )

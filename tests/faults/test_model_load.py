@@ -49,6 +49,7 @@ def quick(tmp_path: Path) -> Settings:
         backoff_most_s=0.02,
         max_attempts=3,
         idle_timeout_s=1.0,
+        hedge_after_s=0,  # Requests and retries are counted.
     )
 
 

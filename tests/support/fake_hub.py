@@ -32,7 +32,7 @@ import pytest
 from huggingface_hub import constants
 
 _LARGE = (".safetensors", "tokenizer.json")
-_API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/?]+))?")
+_API = re.compile(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|commits)/([^/?]+))?")
 _RESOLVE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _RESOLVE_CACHE = re.compile(r"/api/resolve-cache/models/([^/]+/[^/]+)/([^/]+)/(.+)")
 
@@ -55,6 +55,8 @@ class Sent:
 class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     references: dict[str, str] = field(default_factory=dict)
+    histories: dict[str, list[str]] = field(default_factory=dict)
+    """Commits of each branch, the oldest first."""
     is_private: bool = False
     is_gated: bool = False
 
@@ -159,6 +161,7 @@ class FakeHub:
         commit = hashlib.sha1(content.encode()).hexdigest()
         repository.commits[commit] = dict(files)
         repository.references[branch] = commit
+        repository.histories.setdefault(branch, []).append(commit)
         return commit
 
     def expire_links(self) -> None:
@@ -202,6 +205,15 @@ class FakeHub:
         files = repository.commits.get(commit)
         return None if files is None else (commit, files)
 
+    def _ancestors(self, name: str, revision: str) -> list[str]:
+        """Return the commits up to ``revision``, the newest first."""
+        for branch, commits in self.repositories[name].histories.items():
+            if branch == revision:
+                return commits[::-1]
+            if revision in commits:
+                return commits[commits.index(revision) :: -1]
+        return []
+
     def _answer_api(
         self, sent: Sent, name: str, kind: str | None, revision: str, query: dict[str, list[str]]
     ) -> tuple[int, dict[str, str], bytes]:
@@ -214,6 +226,8 @@ class FakeHub:
         commit, files = found
         if kind == "tree":
             return _json([_tree_entry(path, body) for path, body in sorted(files.items())])
+        if kind == "commits":
+            return _json([_commit_entry(id) for id in self._ancestors(name, revision)])
         with_sizes = self.lists_sizes and query.get("blobs", ["false"])[0].lower() == "true"
         siblings = [_sibling(path, body, with_sizes) for path, body in sorted(files.items())]
         about = {"_id": "1", "id": name, "modelId": name, "sha": commit, "tags": [], "siblings": siblings}
@@ -335,6 +349,10 @@ def _sibling(path: str, body: bytes, with_sizes: bool) -> dict[str, Any]:
     if not with_sizes:
         return {"rfilename": path}
     return {"rfilename": path, "size": len(body), "blobId": _blob_id(body), **_large(path, body)}
+
+
+def _commit_entry(commit: str) -> dict[str, Any]:
+    return {"id": commit, "authors": [], "date": "2026-01-01T00:00:00.000Z", "title": "Upload", "message": ""}
 
 
 def _tree_entry(path: str, body: bytes) -> dict[str, Any]:

@@ -23,10 +23,11 @@ ARROWS: dict[str, set[str]] = {
     "checkpoint": {"storage", "transport"},
     "quantization": {"storage", "transport", "checkpoint"},
     "streaming": {"storage", "transport", "checkpoint"},
+    "doctor": {"storage", "transport", "checkpoint"},
     "engines": {"storage", "transport", "checkpoint", "quantization", "streaming"},
     "compat": {"storage", "transport", "checkpoint", "quantization", "streaming", "engines"},
     "serving": {"storage", "transport", "checkpoint", "quantization", "streaming", "engines"},
-    "cli": {"storage", "transport", "checkpoint", "quantization", "streaming", "engines", "serving"},
+    "cli": {"storage", "transport", "checkpoint", "quantization", "streaming", "doctor", "engines", "serving"},
 }
 """Package to the packages that it may import, besides itself and the ground."""
 

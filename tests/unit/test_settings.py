@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.errors import InvalidSetting
-from headrace.settings import Settings, TransportSettings
+from headrace.settings import Settings, TransportSettings, known_variables
+from headrace.units import UNLIMITED
 
 
 def test_defaults_need_no_environment() -> None:
@@ -57,6 +59,95 @@ def test_google_s_and_run_ai_s_names_are_read_and_ours_win() -> None:
     assert settings.gcs_anonymous
 
 
+RUNAI = {
+    "RUNAI_STREAMER_CONCURRENCY": "24",
+    "RUNAI_STREAMER_MEMORY_LIMIT": "4000000000",
+    "RUNAI_STREAMER_CHUNK_BYTESIZE": "8388608",
+    "RUNAI_STREAMER_S3_ENDPOINT": "https://minio.example:9000",
+    "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+    "RUNAI_STREAMER_S3_UNSIGNED": "1",
+    "RUNAI_STREAMER_GCS_CREDENTIAL_FILE": "/keys/theirs.json",
+}
+
+
+def test_the_variables_of_run_ai_s_users_work_and_are_named() -> None:
+    settings = Settings.from_environment(RUNAI)
+    assert (settings.transport.num_connections, settings.transport.read_bytes) == (24, 8 << 20)
+    assert settings.memory_limit_bytes == 4_000_000_000
+    assert (settings.s3_endpoint, settings.s3_addressing_style) == ("https://minio.example:9000", "path")
+    assert settings.s3_anonymous and settings.gcs_credentials_file == Path("/keys/theirs.json")
+    assert settings.sources == {
+        "num_connections": "RUNAI_STREAMER_CONCURRENCY",
+        "memory_limit_bytes": "RUNAI_STREAMER_MEMORY_LIMIT",
+        "read_bytes": "RUNAI_STREAMER_CHUNK_BYTESIZE",
+        "s3_endpoint": "RUNAI_STREAMER_S3_ENDPOINT",
+        "s3_addressing_style": "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING",
+        "s3_anonymous": "RUNAI_STREAMER_S3_UNSIGNED",
+        "gcs_credentials_file": "RUNAI_STREAMER_GCS_CREDENTIAL_FILE",
+    }
+
+
+@pytest.mark.parametrize(("text", "limit"), [("-1", UNLIMITED), ("0", 0), ("1073741824", 1 << 30)])
+def test_run_ai_s_memory_limit_means_the_same_here(text: str, limit: int) -> None:
+    assert Settings.from_environment({"RUNAI_STREAMER_MEMORY_LIMIT": text}).memory_limit_bytes == limit
+
+
+def test_virtual_addressing_is_asked_for_as_theirs() -> None:
+    settings = Settings.from_environment({"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "1"})
+    assert settings.s3_addressing_style == "virtual"
+
+
+def test_ours_win_over_run_ai_s_and_code_over_both() -> None:
+    ours = {
+        "HEADRACE_CONNECTIONS": "3",
+        "HEADRACE_MEMORY_LIMIT": "1GiB",
+        "HEADRACE_READ_BYTES": "1MiB",
+        "HEADRACE_S3_ENDPOINT": "https://ours.example",
+        "HEADRACE_S3_ADDRESSING_STYLE": "auto",
+        "HEADRACE_S3_ANONYMOUS": "0",
+        "HEADRACE_GCS_CREDENTIALS_FILE": "/keys/ours.json",
+    }
+    settings = Settings.from_environment(RUNAI | ours)
+    assert settings == Settings.from_environment(ours)
+    assert set(settings.sources.values()) == set(ours)
+    settings = Settings.from_environment(RUNAI | ours, num_connections=5)
+    assert settings.transport.num_connections == 5
+    assert "num_connections" not in settings.sources
+
+
+def test_what_is_not_asked_for_is_not_looked_at() -> None:
+    """A variable that code wins over need not even be readable."""
+    settings = Settings.from_environment({"RUNAI_STREAMER_CONCURRENCY": "many"}, num_connections=5)
+    assert settings.transport.num_connections == 5
+
+
+def test_sources_are_kept_but_are_no_part_of_what_settings_are() -> None:
+    settings = Settings.from_environment({"HEADRACE_CONNECTIONS": "3"})
+    assert settings == Settings.from_environment({}, num_connections=3)
+    changed = settings.changed("a file", num_connections=7, memory_limit_bytes=5)
+    assert (changed.transport.num_connections, changed.memory_limit_bytes) == (7, 5)
+    assert changed.sources == {"num_connections": "a file", "memory_limit_bytes": "a file"}
+    assert pickle.loads(pickle.dumps(changed)) == changed
+    assert Settings().sources == {}
+
+
+@pytest.mark.parametrize(("text", "pays"), [("requester", True), ("1", True), ("no", False)])
+def test_who_pays(text: str, pays: bool) -> None:
+    assert Settings.from_environment({"HEADRACE_S3_REQUEST_PAYER": text}).s3_request_payer is pays
+
+
+def test_a_rate_may_say_that_it_is_one() -> None:
+    settings = Settings.from_environment({"HEADRACE_BANDWIDTH_LIMIT": "100MB/s"})
+    assert settings.transport.bandwidth_bytes_per_s == 100_000_000
+
+
+def test_the_variables_of_a_setting_are_told_in_their_order() -> None:
+    known = known_variables()
+    assert known["num_connections"] == ("HEADRACE_CONNECTIONS", "RUNAI_STREAMER_CONCURRENCY")
+    assert known["ca_file"] == ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+    assert known["azure.account_key"][0] == "AZURE_STORAGE_KEY"
+
+
 def test_an_empty_variable_is_as_none() -> None:
     assert (
         Settings.from_environment({"HEADRACE_CONNECTIONS": ""}).transport.num_connections
@@ -76,6 +167,15 @@ def test_an_empty_variable_is_as_none() -> None:
         ({}, {"num_connections": 2.0}, "num_connections is 2.0"),
         ({}, {"idle_timeout_s": -1}, "idle_timeout_s is -1"),
         ({}, {"read_bytes": 10}, "read_bytes is 10"),
+        ({"RUNAI_STREAMER_CONCURRENCY": "many"}, {}, "RUNAI_STREAMER_CONCURRENCY is 'many'"),
+        ({"RUNAI_STREAMER_MEMORY_LIMIT": "-2"}, {}, "RUNAI_STREAMER_MEMORY_LIMIT: '-2' is not a size"),
+        (
+            {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "path"},
+            {},
+            "USE_VIRTUAL_ADDRESSING is 'path'. It must be 0 or 1",
+        ),
+        ({"HEADRACE_S3_REQUEST_PAYER": "me"}, {}, "REQUEST_PAYER is 'me'. It must be requester, 0 or 1"),
+        ({}, {"sources": {}}, "Unknown setting sources"),
         ({"HEADRACE_IDLE_TIMEOUT": "nan"}, {}, "idle_timeout_s is nan"),
         ({"HEADRACE_IDLE_TIMEOUT": "inf"}, {}, "idle_timeout_s is inf"),
         ({"HEADRACE_CONNECT_TIMEOUT": "1e300"}, {}, r"connect_timeout_s is 1e\+300"),

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Protocol
 
 from headrace.checkpoint.checkpoint import Checkpoint, Contents
 from headrace.checkpoint.headers import Fetch, read_headers
-from headrace.checkpoint.index import WeightIndex, parse_index
 from headrace.checkpoint.resolution import resolve_entries
-from headrace.checkpoint.selection import Selection, choose_index, select_named, select_unindexed
-from headrace.checkpoint.sidefiles import SideFiles
-from headrace.checkpoint.sidelisting import SideLimits, list_side_files
-from headrace.checkpoint.snapshot import Snapshot
-from headrace.errors import InvalidIndex, InvalidUri, NoWeights, ObjectNotFound
+from headrace.checkpoint.search import survey_at
+from headrace.checkpoint.snapshot import is_commit
+from headrace.checkpoint.survey import Survey, survey
+from headrace.checkpoint.wording import counted
+from headrace.errors import InvalidUri, NoWeights
 from headrace.settings import Settings
-from headrace.storage import Listing, ObjectStore, StoredObject, Uri, open_store
+from headrace.storage import ObjectStore, StoredObject, Uri, open_store, parse_uri
+from headrace.storage.past import PastStore
+from headrace.storage.revision import with_revision
 from headrace.transport import Surroundings
 from headrace.transport import fetch as fetch_range
+from headrace.units import format_bytes
 
 _LOG = logging.getLogger("headrace")
-
-_LARGEST_INDEX_BYTES = 200_000_000
 
 
 class Phases(Protocol):
@@ -38,96 +37,81 @@ class Phases(Protocol):
 def open_checkpoint(
     uri_or_store: str | os.PathLike[str] | Uri | ObjectStore,
     *,
+    snapshot: str | None = None,
     settings: Settings | None = None,
     progress: Phases | None = None,
     fetch: Fetch | None = None,
 ) -> Checkpoint:
     """Return the checkpoint at a uri or in a store, with every header read and checked.
 
-    One level is listed, and the sub-folders that the index names. ``settings`` default to the environment's; ``fetch`` reads headers, by default
+    One level is listed, and the sub-folders that the index names. ``snapshot`` is the id that it must have: then it is read from old versions, where the store keeps
+    them, if what is there now has another one; of a hub repository it may be a commit. ``settings`` default to the environment's; ``fetch`` reads headers, by default
     through `headrace.transport`. A store that is given stays the caller's to close; one that is opened here is the checkpoint's.
 
-    Raises `NoWeights`, `MissingFiles`, `InvalidIndex`, `InvalidHeader`, `TruncatedObject`, `TrailingBytes`, and what the store raises.
+    Raises `NoWeights`, `MissingFiles`, `InvalidIndex`, `InvalidHeader`, `TruncatedObject`, `TrailingBytes`, `ObjectChanged` for a snapshot that is not to be had, and
+    what the store raises.
     """
     settings = settings or Settings.from_environment()
     with ExitStack() as undo, progress.during("opening") if progress else nullcontext():
         if isinstance(uri_or_store, (str, os.PathLike, Uri)):
-            store = open_store(uri_or_store, settings=settings)
+            uri = parse_uri(uri_or_store)
+            if uri.scheme == "hf" and snapshot is not None and is_commit(snapshot):
+                uri, snapshot = with_revision(uri, snapshot), None
+            store = open_store(uri, settings=settings)
             undo.callback(store.close)
             owns_store = True
         elif hasattr(uri_or_store, "describe_range"):
-            store, owns_store = uri_or_store, False
+            uri, store, owns_store = uri_or_store.uri, uri_or_store, False
         else:
             raise InvalidUri(
                 f"{uri_or_store!r} is neither a uri nor a path.", mend="Give text such as s3://bucket/model, or a path."
             )
-        checkpoint = _open(store, settings, fetch or _transport_fetch(settings), owns_store)
+        found = survey(store, settings) if snapshot is None else survey_at(snapshot, store, settings, uri)
+        if found.store is not store and not isinstance(found.store, PastStore):
+            # A store of its own (a commit of the hub): the one that led to it is of no more use.
+            if owns_store:
+                store.close()
+            owns_store = True
+            undo.callback(found.store.close)
+        checkpoint = _read(found, settings, fetch or _transport_fetch(settings), owns_store)
         undo.pop_all()
-    for note in checkpoint.notes:
-        _LOG.warning("%s: %s", checkpoint.uri, note)
+    _say(checkpoint, settings)
     return checkpoint
 
 
-def _open(store: ObjectStore, settings: Settings, fetch: Fetch, owns_store: bool) -> Checkpoint:
-    uri = str(store.uri)
-    top = store.list_level()
-    objects = {stored.key: stored for stored in top.objects}
-    # The folder of a local store is used as it is, and need not be known in depth.
-    side = list_side_files(store, top, SideLimits(depth=0) if store.uri.scheme == "file" else None)
-    side_files = SideFiles(store, side.objects, cache_dir=settings.cache_dir)
-    index, notes = _read_index(store, objects, side_files)
-    selection = _select(store, top, index, objects)
-    weights = tuple(objects[key] for key in selection.files)
-    headers = read_headers(store, weights, fetch, num_threads=settings.transport.num_connections)
-    entries, more_notes = resolve_entries(headers, index, uri)
+def _say(checkpoint: Checkpoint, settings: Settings) -> None:
+    num_tensors, num_files = len(checkpoint.entries), len(checkpoint.files)
+    _LOG.info(
+        "Opened %s: snapshot %s, %s in %s, %s.",
+        checkpoint.uri,
+        checkpoint.snapshot.id,
+        counted(num_tensors, "tensor"),
+        counted(num_files, "file"),
+        format_bytes(checkpoint.total_bytes),
+    )
+    if settings.sources:
+        _LOG.info("Settings: %s.", ", ".join(f"{name} from {source}" for name, source in settings.sources.items()))
+    for note in checkpoint.notes:
+        _LOG.warning("%s: %s", checkpoint.uri, note)
+
+
+def _read(found: Survey, settings: Settings, fetch: Fetch, owns_store: bool) -> Checkpoint:
+    """Return the checkpoint that was surveyed, with its headers read."""
+    store, snapshot = found.store, found.snapshot
+    headers = read_headers(store, snapshot.weights, fetch, num_threads=settings.transport.num_connections)
+    entries, more_notes = resolve_entries(headers, found.index, snapshot.uri)
     if not entries:
         raise NoWeights(
-            f"There is not one tensor in the weights at {uri}.",
+            f"There is not one tensor in the weights at {snapshot.uri}.",
             "The headers of the files are valid and name none.",
             "Upload the files again from where they were made.",
         )
     contents = Contents(
         entries=entries,
         metadata=MappingProxyType({header.file: header.metadata for header in headers}),
-        notes=(*notes, *selection.notes, *more_notes, *side.notes),
+        notes=(*found.selection_notes, *more_notes, *found.side_notes),
     )
-    return Checkpoint(store, Snapshot(uri, weights, side.objects), contents, side_files, owns_store=owns_store)
-
-
-def _read_index(
-    store: ObjectStore, objects: Mapping[str, StoredObject], side_files: SideFiles
-) -> tuple[WeightIndex | None, tuple[str, ...]]:
-    """Return the index, from the mirror of side files where another process has filled it with this version, and what is to be said of its choice."""
-    key, notes = choose_index(objects, store.selected_key)
-    if key is None:
-        return None, notes
-    stored = objects.get(key) or store.stat(key)
-    uri = store.uri_of(key)
-    if stored.size_bytes > _LARGEST_INDEX_BYTES:
-        raise InvalidIndex(
-            f"The index {key} is {stored.size_bytes:,} bytes.", "No index is so large.", f"Look at {uri}."
-        )
-    if stored in side_files.objects:
-        raw = side_files.read(key)
-    else:
-        raw = store.read_object(stored) if stored.size_bytes else b""
-    return parse_index(raw, key, uri=uri), notes
-
-
-def _select(store: ObjectStore, top: Listing, index: WeightIndex | None, objects: dict[str, StoredObject]) -> Selection:
-    """Choose the weight files, and add to ``objects`` those that lie elsewhere than on the top level."""
-    if index is not None:
-        for folder in index.folders:
-            try:
-                objects.update((stored.key, stored) for stored in store.list_level(folder).objects)
-            except ObjectNotFound:
-                continue  # its files will be listed as missing, with all others
-        return select_named(index, objects)
-    selected = store.selected_key
-    selection = select_unindexed(objects, top.folders, str(store.uri), selected)
-    if selected is not None and selected not in objects:
-        objects[selected] = store.stat(selected)
-    return selection
+    return Checkpoint(store, snapshot, contents, found.side_files, owns_store=owns_store)
 
 
 def _transport_fetch(settings: Settings) -> Fetch:

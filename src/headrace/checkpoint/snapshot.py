@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from headrace.errors import InvalidSetting
 from headrace.storage import StoredObject
+
+_ID = re.compile(r"[0-9a-f]{12}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,22 @@ class Snapshot:
         one machine (inodes of a local disk), so is the id.
         """
         return digest_of((*self.weights, *self.side))[:12]
+
+
+def check_snapshot_id(text: str) -> str:
+    """Return ``text`` if it may be the id of a snapshot. Raises `InvalidSetting`."""
+    if not _ID.fullmatch(text):
+        raise InvalidSetting(
+            f"{text!r} is not the id of a snapshot.",
+            "An id has twelve hexadecimal digits, in lower case. For a hub repository a whole commit will do, too.",
+            "Take it from a load's report or log, or from: headrace inspect.",
+        )
+    return text
+
+
+def is_commit(text: str) -> bool:
+    """Say whether ``text`` is a whole commit id, which names a snapshot of a hub repository."""
+    return _COMMIT.fullmatch(text) is not None
 
 
 def digest_of(objects: Iterable[StoredObject], *more: str) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -86,8 +86,10 @@ def print_error(error: HeadraceError, console: Console | None = None) -> None:
 
 
 @contextmanager
-def reported(*, debug: bool) -> Iterator[None]:
+def reported(*, debug: bool, after: Callable[[HeadraceError], None] | None = None) -> Iterator[None]:
     """Turn what a command's block raises into words on standard error and an exit code; with ``debug`` into a traceback as well.
+
+    ``after`` is called with an error of ours that has been printed, and may print more below it.
 
     1 for every error, 130 for Ctrl-C. A reader of our output who has left (``| head``) is no error worth a word.
     """
@@ -105,6 +107,8 @@ def reported(*, debug: bool) -> Iterator[None]:
             traceback.print_exc()
         if isinstance(error, HeadraceError):
             print_error(error)
+            if after is not None:
+                after(error)
         elif not debug:
             first_line = (str(error).splitlines() or [""])[0]
             print(f"{type(error).__name__}: {clipped(printable(first_line), 500)}", file=sys.stderr)

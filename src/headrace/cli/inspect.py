@@ -1,4 +1,4 @@
-"""`headrace inspect`: says what a checkpoint holds, from its headers and its configuration. Reads no weight, imports no torch."""
+"""`headrace inspect`: says what a checkpoint holds, from its headers and its configuration. Reads no weight; imports torch only where weights are packed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.checkpoint import Checkpoint, Entry, open_checkpoint
-from headrace.cli.console import print_json, print_rows, print_table
+from headrace.cli.console import make_console, print_json, print_rows, print_table, printable
+from headrace.cli.packing import Packing, examine_packing
 from headrace.settings import Settings
 from headrace.units import format_bytes
 
@@ -44,10 +45,12 @@ class Inspection:
     """Largest first."""
     architecture: str | None
     quantization: str | None
-    """What the configuration calls the method, if it names one."""
+    """What the side files call the method, if they name one."""
     cache_bytes: int | None
     """Keys and values of `CONTEXT_TOKENS` tokens, at most; None where the configuration does not say."""
     notes: tuple[str, ...]
+    packing: Packing
+    """How weights are packed: one row for each scheme."""
 
     def rows(self) -> list[tuple[str, str]]:
         """Return what a person wants to read: label and value, in order."""
@@ -58,6 +61,7 @@ class Inspection:
             ("checkpoint", f"{self.uri} (snapshot {self.snapshot_id})"),
             ("architecture", self.architecture or "config.json names none"),
             ("quantization", self.quantization or "config.json names none"),
+            *self.packing.rows(),
             ("parameters", f"{self.num_parameters:,} in {self.num_tensors:,} tensors"),
             ("size", f"{format_bytes(self.size_bytes)} in {self.num_files} file{'' if self.num_files == 1 else 's'}"),
             ("memory", memory),
@@ -65,15 +69,23 @@ class Inspection:
         ]
 
 
-def inspect(uri: str, *, settings: Settings, tensors: bool = False, json: bool = False) -> None:
+def inspect(
+    uri: str, *, settings: Settings, snapshot: str | None = None, tensors: bool = False, json: bool = False
+) -> None:
     """Print what the checkpoint at ``uri`` holds; with ``tensors`` each of them as well."""
-    with open_checkpoint(uri, settings=settings) as checkpoint:
+    with open_checkpoint(uri, snapshot=snapshot, settings=settings) as checkpoint:
         found, entries = examine(checkpoint), list(checkpoint.entries.values())
     if json:
         listed = {"tensors": [asdict(entry) for entry in entries]} if tensors else {}
         print_json({**asdict(found), **listed})
         return
     print_rows(found.rows())
+    for warning in found.packing.warnings:
+        # Not a row: those are cut, and of a warning every word counts.
+        make_console().print(f"warning: {printable(warning)}", soft_wrap=True)
+    if found.packing.schemes:
+        print()
+        print_table(("scheme", "inputs", "modules", "size"), found.packing.table())
     print()
     totals = [
         (row.dtype, f"{row.num_tensors:,}", f"{row.num_values:,}", format_bytes(row.size_bytes)) for row in found.dtypes
@@ -92,6 +104,7 @@ def examine(checkpoint: Checkpoint) -> Inspection:
     """Return what can be said of ``checkpoint``, which must be open: its configuration may be read here."""
     entries = checkpoint.entries.values()
     cache_bytes = cache_bytes_per_token(checkpoint.config)
+    packing = examine_packing(checkpoint)
     return Inspection(
         uri=str(checkpoint.uri),
         snapshot_id=checkpoint.snapshot.id,
@@ -101,9 +114,10 @@ def examine(checkpoint: Checkpoint) -> Inspection:
         size_bytes=checkpoint.total_bytes,
         dtypes=total_by_dtype(entries),
         architecture=name_architecture(checkpoint.config),
-        quantization=name_quantization(checkpoint.config),
+        quantization=name_quantization(checkpoint.config) or packing.label,
         cache_bytes=None if cache_bytes is None else cache_bytes * CONTEXT_TOKENS,
         notes=tuple(str(note) for note in checkpoint.notes),
+        packing=packing,
     )
 
 

@@ -22,6 +22,8 @@ class LoadOptions:
     load_format: str = "auto"
     extra_config: ExtraConfig = field(default_factory=ExtraConfig)
     """It takes the place of what ``settings`` say; see `unsaid`."""
+    snapshot: str | None = None
+    """The id of the snapshot to take; None for what is there now."""
     keep: bool = False
     """Hold every tensor until the end, as an engine does, rather than drop each as it comes."""
     json: bool = False
@@ -56,6 +58,7 @@ def stream_once(options: LoadOptions) -> LoadReport:
             exclude=options.exclude or None,
             # What is dropped at once may come through memory that is used again, as an engine's copies do.
             ownership="owned" if options.keep else "leased",
+            snapshot=options.snapshot,
             load_format=options.load_format,
             extra_config=options.extra_config,
             settings=options.settings,

@@ -5,7 +5,9 @@ Exit codes: 0, 1 for anything that failed, 2 for a command line that is not one,
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +17,9 @@ import typer
 from headrace.cli.console import reported
 from headrace.cli.foreign import find_foreign_option
 from headrace.cli.values import LOAD_FORMATS, json_object, load_format, without_keys
-from headrace.errors import InvalidSetting
+from headrace.errors import HeadraceError, InvalidSetting
 from headrace.settings import Settings
-from headrace.units import parse_memory_limit
+from headrace.units import parse_memory_limit, parse_rate
 
 EXIT_USAGE = 2
 
@@ -50,6 +52,13 @@ def _memory_limit(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def _bandwidth(text: str) -> int:
+    try:
+        return parse_rate(text)
+    except InvalidSetting as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def _show_version(wanted: bool) -> None:
     if not wanted:
         return
@@ -78,6 +87,23 @@ MemoryLimit = Annotated[
 CacheDir = Annotated[
     Path | None,
     typer.Option(help="Where side files (config, tokenizer) are kept.", show_default="~/.cache/headrace"),
+]
+BandwidthLimit = Annotated[
+    int | None,
+    typer.Option(
+        parser=_bandwidth,
+        metavar="SIZE",
+        help="Most bytes a second from a remote store, all connections together: 100MB, 1GiB; 0 for any.",
+        show_default="none",
+    ),
+]
+Snapshot = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID",
+        help="Take exactly this snapshot, or nothing; of a hub repository, a commit will do.",
+        show_default="what is there now",
+    ),
 ]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -138,6 +164,13 @@ def _serve(
             "--quantization", "-q", metavar="METHOD", help="Insist on this method.", show_default="the checkpoint's"
         ),
     ] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Expand packed weights into plain ones as they arrive.")
+    ] = False,
+    weight_only: Annotated[
+        bool,
+        typer.Option("--weight-only", help="Leave inputs, keys and values unrounded where the checkpoint rounds them."),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="What to compute in: auto, bfloat16, float16, float32.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1.")] = "auto",
     trust_remote_code: Annotated[
@@ -173,8 +206,10 @@ def _serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait for their turn; more are refused.")
     ] = 128,
+    snapshot: Snapshot = None,
     connections: Connections = None,
     memory_limit: MemoryLimit = None,
+    bandwidth_limit: BandwidthLimit = None,
     cache_dir: CacheDir = None,
     no_progress: NoProgress = False,
     debug: Debug = False,
@@ -194,6 +229,8 @@ def _serve(
             load_format=wanted_format,
             extra_config=without_keys(extra_config, concurrency=connections, memory_limit=memory_limit),
             quantization=quantization,
+            dequantize=dequantize,
+            weight_only=weight_only,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
@@ -204,7 +241,10 @@ def _serve(
             load_stall_s=load_stall,
             drain_s=drain,
             max_waiting=max_waiting,
-            settings=_settings(connections, memory_limit, no_progress=no_progress, cache_dir=cache_dir),
+            snapshot=snapshot,
+            settings=_settings(
+                connections, memory_limit, bandwidth_limit, no_progress=no_progress, cache_dir=cache_dir
+            ),
         )
         raise SystemExit(serve(options))
 
@@ -240,18 +280,21 @@ def _load(
         ),
     ] = None,
     json: Json = False,
+    snapshot: Snapshot = None,
     connections: Connections = None,
     memory_limit: MemoryLimit = None,
+    bandwidth_limit: BandwidthLimit = None,
     no_progress: NoProgress = False,
     debug: Debug = False,
 ) -> None:
     """Stream a checkpoint into memory and say what that took."""
-    with reported(debug=debug):
+    with reported(debug=debug, after=_advice_on(uri)):
         from headrace.cli.load import LoadOptions, load, unsaid
 
         wanted = LoadOptions(
             uri=uri,
-            settings=_settings(connections, memory_limit, no_progress=no_progress),
+            snapshot=snapshot,
+            settings=_settings(connections, memory_limit, bandwidth_limit, no_progress=no_progress),
             include=include or (),
             exclude=exclude or (),
             load_format=wanted_format,
@@ -266,14 +309,43 @@ def _load(
 def _inspect(
     uri: Uri,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    snapshot: Snapshot = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Say what a checkpoint holds, from its headers alone: no weight is read."""
-    with reported(debug=debug):
+    with reported(debug=debug, after=_advice_on(uri)):
         from headrace.cli.inspect import inspect
 
-        inspect(uri, settings=Settings.from_environment(), tensors=tensors, json=json)
+        inspect(uri, settings=Settings.from_environment(), snapshot=snapshot, tensors=tensors, json=json)
+
+
+@app.command("doctor")
+def _doctor(
+    uri: Uri,
+    revision: Annotated[str | None, typer.Option(help="A hub repository's revision.")] = None,
+    throughput: Annotated[
+        bool,
+        typer.Option("--throughput/--no-throughput", help="Read weights for a few seconds to see how fast they come."),
+    ] = True,
+    connections: Connections = None,
+    cache_dir: CacheDir = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check everything between this machine and a model's files, and say what is wrong and what to do."""
+    with reported(debug=debug):
+        from headrace.cli.doctor import DoctorOptions, doctor
+
+        options = DoctorOptions(
+            uri=uri,
+            read_settings=lambda: _named_settings(connections, cache_dir),
+            revision=revision,
+            measures=throughput,
+            json=json,
+            debug=debug,
+        )
+        raise SystemExit(doctor(options, os.environ))
 
 
 @app.command("demo")
@@ -290,12 +362,37 @@ def _demo(
         raise SystemExit(demo(DemoOptions(cache_dir=settings.cache_dir, keep=keep)))
 
 
+def _named_settings(connections: int | None, cache_dir: Path | None) -> Settings:
+    """Return the settings, which remember what was given on the command line: the doctor says where each value comes from."""
+    settings = Settings.from_environment()
+    if connections is not None:
+        settings = settings.changed("--connections", num_connections=connections)
+    return settings if cache_dir is None else settings.changed("--cache-dir", cache_dir=cache_dir)
+
+
+def _advice_on(uri: str) -> Callable[[HeadraceError], None]:
+    """Return what prints the doctor's words below an error of a load from ``uri``."""
+
+    def advise(error: HeadraceError) -> None:
+        from headrace.cli.doctor import print_advice
+
+        print_advice(error, uri)
+
+    return advise
+
+
 def _settings(
-    connections: int | None, memory_limit: int | None, *, no_progress: bool, cache_dir: Path | None = None
+    connections: int | None,
+    memory_limit: int | None,
+    bandwidth_limit: int | None,
+    *,
+    no_progress: bool,
+    cache_dir: Path | None = None,
 ) -> Settings:
     return Settings.from_environment(
         num_connections=connections,
         memory_limit_bytes=memory_limit,
+        bandwidth_bytes_per_s=bandwidth_limit,
         progress=False if no_progress else None,
         cache_dir=cache_dir,
     )

@@ -80,6 +80,10 @@ class SeaweedServer:
         """
         return {
             "AWS_ENDPOINT_URL_S3": self.endpoint,
+            "HEADRACE_S3_ENDPOINT": "",
+            "RUNAI_STREAMER_S3_ENDPOINT": "",
+            "HEADRACE_S3_ANONYMOUS": "",
+            "RUNAI_STREAMER_S3_UNSIGNED": "",
             "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false",
             "AWS_SESSION_TOKEN": "",
             "NO_PROXY": f"{HOST},localhost",

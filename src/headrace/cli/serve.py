@@ -10,11 +10,12 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from headrace.cli.doctor import find_advice
 from headrace.errors import HeadraceError, InvalidSetting
 from headrace.progress import LoadProgress
 from headrace.serving.failure import TERMINATION_LOG, last_words, redact, write_termination_log
@@ -53,6 +54,8 @@ class ServeOptions:
     extra_config: str | None = None
     """A JSON object; see `headrace.streaming.formats.ExtraConfig`."""
     quantization: str | None = None
+    dequantize: bool = False
+    weight_only: bool = False
     """The method to insist on; None for the checkpoint's."""
     dtype: str = "auto"
     """A torch dtype's name, or ``auto``: as stored, but on a CPU the faster of that and float32."""
@@ -61,6 +64,8 @@ class ServeOptions:
     trust_remote_code: bool = False
     revision: str | None = None
     """Of a hub repository."""
+    snapshot: str | None = None
+    """The id of the snapshot to take; None for what is there now."""
     tokenizer_path: str | None = None
     """A uri whose side files hold the tokenizer; None for the model's."""
     skip_tokenizer_init: bool = False
@@ -89,7 +94,7 @@ def serve(options: ServeOptions) -> int:
         outcome = _make_server(options).run()
     except HeadraceError as error:
         outcome = Outcome(exit_code=1, error=error)
-    return conclude(outcome, termination_log=options.termination_log, secrets=secrets)
+    return conclude(_with_advice(outcome, options), termination_log=options.termination_log, secrets=secrets)
 
 
 def conclude(outcome: Outcome, *, termination_log: Path, secrets: Sequence[str] = ()) -> int:
@@ -104,6 +109,16 @@ def conclude(outcome: Outcome, *, termination_log: Path, secrets: Sequence[str] 
     return outcome.exit_code
 
 
+def _with_advice(outcome: Outcome, options: ServeOptions) -> Outcome:
+    """Return the outcome with the doctor's words at the end of its error, where that is one of the store or of the way to it."""
+    error = outcome.error
+    advice = None if error is None else find_advice(error, options.uri, options.revision)
+    if advice is None or not isinstance(error, HeadraceError):
+        return outcome
+    mend = "\n".join((error.mend, f"Doctor: {advice[0]}", *advice[1:]))
+    return replace(outcome, error=type(error)(error.what, error.why, mend))
+
+
 def served_name(uri: Uri) -> str:
     """Return the name of a model whose uri is ``uri``: the last part that names anything."""
     if uri.scheme == "hf" and not uri.key:
@@ -115,6 +130,10 @@ def _make_server(options: ServeOptions) -> Server:
     uri = with_revision(parse_uri(options.uri), options.revision)
     if _DTYPE_SYNONYMS.get(options.dtype, options.dtype) not in DTYPES:
         raise InvalidSetting(f"--dtype {options.dtype!r} is not one.", f"Known are {', '.join(DTYPES)}.")
+    if options.snapshot is not None and options.load_format == "dummy":
+        raise InvalidSetting(
+            "--snapshot cannot be used with --load-format dummy, which reads no weights.", mend="Leave one out."
+        )
     if options.tokenizer_path is not None:
         parse_uri(options.tokenizer_path)
         if options.skip_tokenizer_init:
@@ -181,7 +200,9 @@ def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgre
         if options.load_format == LoadFormat.DUMMY:
             side_files = opened.enter_context(open_side_files(source, settings=options.settings))
         else:
-            checkpoint = opened.enter_context(headrace.open(source, settings=options.settings, progress=progress))
+            checkpoint = opened.enter_context(
+                headrace.open(source, snapshot=options.snapshot, settings=options.settings, progress=progress)
+            )
             side_files = checkpoint.side_files
         with progress.during("side files"):
             side_files.folder()  # once, here; whoever needs one of them after this gets the local folder
@@ -191,6 +212,8 @@ def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgre
             checkpoint or source,
             load_format=options.load_format,
             quantization=options.quantization,
+            dequantize=options.dequantize,
+            weight_only=options.weight_only,
             extra_config=options.extra_config,
             trust_remote_code=options.trust_remote_code,
             settings=options.settings,

@@ -64,6 +64,8 @@ def store_for(uri: Uri, settings: Settings, credentials: S3Credentials | None) -
     )
     options = S3Options(
         addressing_style=settings.s3_addressing_style,
+        endpoint=credentials.endpoint or settings.s3_endpoint,
+        request_payer=settings.s3_request_payer,
         verify_tls=settings.verify_tls,
         new_session=lambda: GivenSession(keys),
     )

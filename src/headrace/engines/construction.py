@@ -15,9 +15,9 @@ from transformers import GenerationConfig
 from headrace.engines.architecture import find_model_class, load_config
 from headrace.engines.conversion import Fill, PlacingClass
 from headrace.engines.options import split_options
-from headrace.engines.quantized import came_from_quantizer, pass_quantization
+from headrace.engines.quantized import PackingWishes, came_from_quantizer, pass_quantization
 from headrace.errors import MissingDependency, ModelError, UnsupportedQuantization
-from headrace.quantization import QuantizationSection
+from headrace.quantization import CheckpointQuantization, QuantizationSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,7 @@ class ModelWishes:
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keywords of ``from_pretrained``."""
+    packing: PackingWishes = field(default_factory=PackingWishes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,17 @@ class Construction:
 
 
 def prepare_construction(
-    folder: Path, section: QuantizationSection | None, *, source: str, wishes: ModelWishes
+    folder: Path,
+    section: QuantizationSection | None,
+    detected: CheckpointQuantization | None = None,
+    *,
+    source: str,
+    wishes: ModelWishes,
 ) -> Construction:
     """Return the construction of the model whose side files are in ``folder``. Raises `UnknownArchitecture` and `UnsupportedQuantization`."""
     own, fields = split_options(wishes.options)
     config, rest = load_config(folder, source=source, trust_remote_code=wishes.trust_remote_code, options=fields)
-    pass_quantization(config, section, source=source)
+    pass_quantization(config, section, detected, source=source, wishes=wishes.packing)
     found = find_model_class(
         config, folder, source=source, trust_remote_code=wishes.trust_remote_code, auto_class=wishes.auto_class
     )

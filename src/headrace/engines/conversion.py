@@ -1,4 +1,4 @@
-"""The one module that knows private names of Transformers: its conversion of a state dict into a model's parameters.
+"""Knows Transformers' private conversion of a state dict into a model's parameters (`renaming` knows how it names them).
 
 Two uses. `plan_placement` runs that conversion on a copy of the meta model with shapes instead of bytes, so that what goes where, in which order, and what does
 not fit is known before the first weight byte. `PlacingClass` stands in for the model's class during ``from_pretrained`` so that we are called between the
@@ -12,23 +12,19 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.utils import logging as transformers_logging
 
 from headrace.checkpoint import Entry
 from headrace.engines.placement import Placement
-from headrace.streaming import torch_dtype, torch_shape
+from headrace.engines.renaming import Renamer
+from headrace.engines.values import Assembly, rehearsed_state_dict
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 _transformers_lock = threading.RLock()
@@ -37,39 +33,6 @@ LoadWeights = Callable[[Any, Mapping[str, Any], Any], tuple[Any, Any]]
 """``(model, state_dict, load_config) -> (loading_info, disk_offload_index)``: the class's own filling of a meta model."""
 Fill = Callable[[Any, Any, LoadWeights], tuple[Any, Any]]
 """``(model, load_config, load_weights) -> (loading_info, disk_offload_index)``: what is done in its place, by way of it."""
-
-
-class LazyValue:
-    """What stands in a state dict for a tensor that has not been read: it knows its shape and dtype, and is asked for its value once, by ``[...]``."""
-
-    __slots__ = ("_entry", "_take", "dtype", "shape")
-
-    def __init__(self, entry: Entry, take: Callable[[Entry], torch.Tensor]) -> None:
-        self._entry = entry
-        self._take = take
-        self.dtype = torch_dtype(entry)
-        self.shape = torch.Size(torch_shape(entry))
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = self._take(self._entry)
-        return tensor if index is Ellipsis else tensor[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Return the dtype in safetensors' spelling, as Transformers expects of a lazily read value."""
-        return self._entry.dtype
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
 
 class PlacingClass:
@@ -131,19 +94,21 @@ def synchronous_loading() -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
-def plan_placement(model: Any, load_config: Any, entries: Mapping[str, Entry]) -> Placement:
-    """Return the placement of ``entries`` in ``model`` (on the meta device), by Transformers' own conversion run without bytes."""
-    targets, homeless, doubled = _targets(_Renamer(model, load_config), entries)
-    ignorable = _ignored_pattern(model)
-    ignored = [name for name, target in homeless.items() if ignorable.search(target)]
+def plan_placement(model: Any, load_config: Any, assemblies: Sequence[Assembly]) -> Placement:
+    """Return the placement in ``model`` (on the meta device) of what ``assemblies`` make, by Transformers' own conversion run without bytes."""
+    renamer = Renamer(model, load_config.weight_mapping or ())
+    homes = _homes(renamer, assemblies)
+    ignorable, extra_layers = _ignored_pattern(model), _extra_layers(model, homes.homeless.values())
+    ignored = {
+        name for name, target in homes.homeless.items() if ignorable.search(target) or _layer_of(target) in extra_layers
+    }
     order: list[Entry] = []
-
-    def take(entry: Entry) -> torch.Tensor:
-        order.append(entry)
-        return torch.empty(torch_shape(entry), dtype=torch_dtype(entry), device="meta")
-
     rehearsal = copy.deepcopy(model)
-    values = {name: LazyValue(entries[name], take) for name in targets}
+    values = {
+        name: value
+        for name, value in rehearsed_state_dict(assemblies, order.append).items()
+        if name not in homes.homeless
+    }
     dry_config = replace(load_config, device_map={"": "meta"}, disk_offload_folder=None)
     with synchronous_loading():
         outcome, _ = convert_and_load_state_dict_in_model(model=rehearsal, state_dict=values, load_config=dry_config)
@@ -152,13 +117,19 @@ def plan_placement(model: Any, load_config: Any, entries: Mapping[str, Entry]) -
         for name, stored, wanted in sorted(outcome.mismatched_keys, key=lambda item: item[0])
     }
     failed = {name: _last_lines(text) for name, text in outcome.conversion_errors.items()}
+    unhoused = {
+        entry.name: name in ignored
+        for assembly in assemblies
+        for entry, name in assembly.pieces
+        if name in homes.homeless
+    }
     return Placement(
         order=tuple(order),
-        targets=targets,
-        ignored=tuple(ignored),
-        unexpected=tuple(sorted(set(homeless) - set(ignored))),
+        targets=homes.targets,
+        ignored=tuple(name for name, is_ignored in unhoused.items() if is_ignored),
+        unexpected=tuple(sorted(name for name, is_ignored in unhoused.items() if not is_ignored)),
         missing=tuple(sorted(_truly_missing(model, set(outcome.missing_keys) - set(failed)))),
-        doubled=doubled,
+        doubled=homes.doubled,
         mismatched=mismatched,
         failed=failed,
     )
@@ -175,42 +146,36 @@ def unfilled_names(model: Any) -> list[str]:
     ]
 
 
-class _Renamer:
-    """Transformers' renaming of stored names for one model, as its conversion does it."""
+@dataclass(frozen=True, slots=True)
+class _Homes:
+    """Where everything goes."""
 
-    def __init__(self, model: Any, load_config: Any) -> None:
-        mapping = load_config.weight_mapping or []
-        self._renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
-        self._converters = [item for item in mapping if isinstance(item, WeightConverter)]
-        self._prefix = model.base_model_prefix
-        self.wanted = model.state_dict()
-
-    def __call__(self, name: str) -> tuple[str, str | None]:
-        """Return the parameter's name, and the pattern of the converter that takes the tensor (None where it is taken as it is)."""
-        target, pattern = rename_source_key(name, self._renamings, self._converters, self._prefix, self.wanted)
-        if target not in self.wanted and name in self.wanted:
-            target, pattern = rename_source_key(
-                name, [], [], base_model_prefix=self._prefix, meta_state_dict=self.wanted
-            )
-        return target, pattern
+    targets: dict[str, str]
+    """Entry → the parameter that it helps to fill."""
+    homeless: dict[str, str]
+    """Value → its renamed name, where no parameter has that."""
+    doubled: dict[str, tuple[str, ...]]
+    """Parameter → the several values that would each fill all of it."""
 
 
-def _targets(
-    renamer: _Renamer, entries: Mapping[str, Entry]
-) -> tuple[dict[str, str], dict[str, str], dict[str, tuple[str, ...]]]:
-    """Return entry → target where there is one, entry → name where there is none, and the targets that several entries would each fill whole."""
-    targets: dict[str, str] = {}
+def _homes(renamer: Renamer, assemblies: Sequence[Assembly]) -> _Homes:
+    parameters: dict[str, str] = {}
     homeless: dict[str, str] = {}
     whole: dict[tuple[str, str | None], list[str]] = defaultdict(list)
-    for name in entries:
-        target, pattern = renamer(name)
-        if target not in renamer.wanted:
-            homeless[name] = target
-            continue
-        targets[name] = target
-        if pattern is None or "*" not in pattern:
-            whole[target, pattern].append(name)
-    return targets, homeless, {target: tuple(names) for (target, _), names in whole.items() if len(names) > 1}
+    for assembly in assemblies:
+        for name in assembly.outputs:
+            target, pattern = renamer(name)
+            if target not in renamer.wanted:
+                homeless[name] = target
+                continue
+            parameters[name] = target
+            if pattern is None or "*" not in pattern:
+                whole[target, pattern].append(name)
+    targets = {
+        entry.name: parameters[name] for assembly in assemblies for entry, name in assembly.pieces if name in parameters
+    }
+    doubled = {target: tuple(names) for (target, _), names in whole.items() if len(names) > 1}
+    return _Homes(targets, homeless, doubled)
 
 
 def _ignored_pattern(model: Any) -> re.Pattern[str]:
@@ -218,6 +183,28 @@ def _ignored_pattern(model: Any) -> re.Pattern[str]:
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     patterns |= {r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"}
     return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns)))
+
+
+def _extra_layers(model: Any, homeless: Iterable[str]) -> set[int]:
+    """Return the numbers of the layers for multi-token prediction, which checkpoints number on after the model's own and this class does not build.
+
+    They are as many as config.json says (``num_nextn_predict_layers``), and those that hold the projection that only such a layer has.
+    """
+    config = model.config.get_text_config(decoder=True)
+    own = getattr(config, "num_hidden_layers", None)
+    if not isinstance(own, int):
+        return set()
+    stated = getattr(config, "num_nextn_predict_layers", None)
+    extra = set(range(own, own + stated)) if isinstance(stated, int) else set()
+    return extra | {_layer_of(name) for name in homeless if ".eh_proj." in name and _layer_of(name) >= own}
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def _layer_of(name: str) -> int:
+    found = _LAYER.search(name)
+    return int(found.group(1)) if found else -1
 
 
 def _truly_missing(model: Any, missing: set[str]) -> set[str]:

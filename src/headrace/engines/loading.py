@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from headrace.streaming import Source
@@ -15,3 +16,14 @@ def load_model(source: Source, **options: Any) -> Any:
     from headrace.engines.transformers import load_model as load
 
     return load(source, **options)
+
+
+def register_quantizers() -> None:
+    """Make what NVIDIA ModelOpt exports (``quant_method: modelopt``) known to Transformers, for ``AutoModel….from_pretrained`` on a local folder. May be called twice.
+
+    Raises `MissingDependency` where Transformers is not installed.
+    """
+    importlib.import_module("headrace.engines.transformers")  # it says what to install
+    from headrace.engines.quantizer import register_quantizers as register
+
+    register()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
+from headrace.checkpoint import Entry
+from headrace.engines.quantizer import OUR_METHOD, Shared, register_quantizers
 from headrace.errors import CheckpointError, UnsupportedQuantization
-from headrace.quantization import QuantizationSection, find_quantization
+from headrace.quantization import CheckpointQuantization, QuantizationSection, detect, find_modelopt, find_quantization
 from headrace.quantization.section import CONFIG_FILE, MODELOPT_FILE
 
 _QUANTIZERS = ("transformers.quantizers.", "transformers.utils.quantization_config")
+_NESTS = ("text_config", "language_config", "llm_config")
 
 
 def read_quantization(folder: Path, *, source: str) -> QuantizationSection | None:
@@ -27,21 +32,82 @@ def read_quantization(folder: Path, *, source: str) -> QuantizationSection | Non
     )
 
 
-def pass_quantization(config: Any, section: QuantizationSection | None, *, source: str) -> None:
-    """Put ``section`` where Transformers looks for it when it builds the model: at the top level of ``config``.
+def detect_quantization(folder: Path, entries: Mapping[str, Entry], *, source: str) -> CheckpointQuantization | None:
+    """Return what the side files in ``folder`` and the stored tensors together say of the quantization; None where there is none that we read.
 
-    Raises `UnsupportedQuantization` where Transformers has no quantizer for the method: it would go on without one, and build plain parameters for packed tensors.
+    Raises what `read_quantization` raises, and `UnsupportedQuantization` for packed tensors that make no sense.
     """
+    config, modelopt = (
+        _read_object(folder / CONFIG_FILE, source=source),
+        _read_object(folder / MODELOPT_FILE, source=source),
+    )
+    return detect(
+        find_quantization(config, modelopt),
+        entries,
+        modelopt_section=find_modelopt(modelopt),
+        dtype=config.get("dtype") or config.get("torch_dtype"),
+        source=source,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingWishes:
+    """What is to become of packed weights."""
+
+    dequantize: bool = False
+    """Expand them into plain values as they arrive."""
+    weight_only: bool = False
+    """Keep them packed, and leave inputs, keys and values as they are, although the checkpoint's maker rounds them."""
+
+
+def pass_quantization(
+    config: Any,
+    section: QuantizationSection | None,
+    detected: CheckpointQuantization | None = None,
+    *,
+    source: str,
+    wishes: PackingWishes | None = None,
+) -> None:
+    """Put what is known of the quantization where Transformers looks for it when it builds the model: at the top level of ``config``, under our own method's name.
+
+    Methods that we do not read are left to Transformers' quantizers. Raises `UnsupportedQuantization` where there is none either: Transformers would go on without one, and
+    build plain parameters for packed tensors.
+    """
+    wishes = wishes or PackingWishes()
+    if detected is not None:
+        _clear(config)
+        if not wishes.dequantize and (detected.modules or detected.kv is not None):
+            register_quantizers()
+            config.quantization_config = {
+                "quant_method": OUR_METHOD,
+                "section": detected.section.as_config(),
+                "detected": Shared(detected),
+                "weight_only": wishes.weight_only,
+            }
+        return
     if section is None:
         return
+    if wishes.dequantize or wishes.weight_only:
+        raise UnsupportedQuantization(
+            f"{source} is quantized with {section.label}, which Headrace does not expand.",
+            f"{section.place} says so; models of this kind are built by Transformers' own quantizer.",
+            "Load it without dequantize and weight_only, or use the unquantized form of the model.",
+        )
     if not has_quantizer(section):
         raise UnsupportedQuantization(
-            f"{source} is quantized with {section.label}, which cannot be loaded yet.",
-            f"{section.place} says so, and Transformers {transformers.__version__} has no quantizer of that name. Without one the packed tensors would be taken for "
-            "plain numbers. No weight byte was read.",
+            f"{source} is quantized with {section.label}, which cannot be loaded.",
+            f"{section.place} says so, and neither Headrace nor Transformers {transformers.__version__} has a reader of that name. Without one the packed tensors would be taken "
+            "for plain numbers. No weight byte was read.",
             "Use the unquantized form of the model, or stream the tensors as they are with headrace.stream.",
         )
     config.quantization_config = section.as_config()
+
+
+def _clear(config: Any) -> None:
+    """Take the quantization out of ``config`` and the configurations in it, where Transformers would look for one to build by."""
+    for held in (config, *(getattr(config, nest, None) for nest in _NESTS)):
+        if getattr(held, "quantization_config", None) is not None:
+            del held.quantization_config
 
 
 def has_quantizer(section: QuantizationSection) -> bool:

@@ -15,6 +15,7 @@ from headrace.checkpoint.sideopening import open_side_files
 from headrace.engines.options import check_options
 from headrace.engines.routing import LoaderDecision, LoaderRequest, UriKind, choose_loader, route
 from headrace.errors import InvalidSetting, MissingDependency
+from headrace.quantization import CheckpointQuantization
 from headrace.settings import Settings
 from headrace.storage import parse_uri
 from headrace.storage.revision import with_revision
@@ -29,7 +30,7 @@ try:
     from headrace.engines.architecture import check_tokenizer, unusable_tokenizer
     from headrace.engines.construction import ModelWishes, prepare_construction
     from headrace.engines.dummy import RandomWeights
-    from headrace.engines.quantized import read_quantization
+    from headrace.engines.quantized import PackingWishes, detect_quantization, read_quantization
     from headrace.engines.weights import Conditions, StreamedWeights, Weights
 except ImportError as error:
     raise MissingDependency(
@@ -52,8 +53,11 @@ def load_model(
     auto_class: Any = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    snapshot: str | None = None,
     subfolder: str = "",
     strict: bool = True,
+    dequantize: bool = False,
+    weight_only: bool = False,
     distributed: Distributed = "auto",
     process_group: ProcessGroup | None = None,
     settings: Settings | None = None,
@@ -64,8 +68,12 @@ def load_model(
     """Return the model at ``source`` as ``from_pretrained`` would, its weights streamed: no weight file is written, no tensor is copied that need not be.
 
     ``load_format`` says how the weights come (see `headrace.streaming.formats.LoadFormat`); ``auto`` streams every uri. With ``dummy`` only side files need be at
-    ``source``, and the parameters are random, the same each time. ``quantization`` may name the checkpoint's method, to be sure of it; it is read from the side files, and
-    the model is built for it. ``revision`` is a hub repository's branch, tag or commit. ``extra_config`` takes the place of what ``settings`` say of connections and memory.
+    ``source``, and the parameters are random, the same each time.
+
+    A quantized checkpoint stays packed, and is computed with as its maker meant it: inputs, keys and values are rounded where the checkpoint says so. With ``weight_only``
+    they are not. With ``dequantize`` every packed weight is expanded to ``dtype`` (computed in float32, rounded once) as it arrives, and the model is a plain one.
+    ``quantization`` may name the checkpoint's method, to be sure of it; it is read from the side files. ``revision`` is a hub repository's branch, tag or commit;
+    ``snapshot`` the id of the one snapshot that is wanted (see `headrace.open`). ``extra_config`` takes the place of what ``settings`` say of connections and memory.
 
     With a ``process_group`` of `torch.distributed`, or with ``distributed`` True for the one that was initialised, all its ranks must call this alike: each reads a share and
     sends it to the others, and each gets the whole model.
@@ -91,10 +99,21 @@ def load_model(
     link = link_for(request.load_format, extra, distributed, process_group)
     settings = extra.applied_to(settings or Settings.from_environment())
     progress = progress or LoadProgress()
-    wishes = ModelWishes(auto_class=auto_class, trust_remote_code=trust_remote_code, options=options)
+    wishes = ModelWishes(
+        auto_class=auto_class,
+        trust_remote_code=trust_remote_code,
+        options=options,
+        packing=PackingWishes(dequantize=dequantize, weight_only=weight_only),
+    )
     lockstep = Lockstep(link) if link is not None else None
     load = _ModelLoad(
-        request=request, wishes=wishes, strict=strict, settings=settings, progress=progress, lockstep=lockstep
+        request=request,
+        wishes=wishes,
+        strict=strict,
+        snapshot=snapshot,
+        settings=settings,
+        progress=progress,
+        lockstep=lockstep,
     )
     with ProgressDisplay(progress, enabled=settings.progress and (link is None or link.rank == 0)):
         try:
@@ -136,6 +155,7 @@ class _ModelLoad:
     """Without the checkpoint's own quantization, which is not known yet."""
     wishes: ModelWishes
     strict: bool
+    snapshot: str | None
     settings: Settings
     progress: LoadProgress
     lockstep: Lockstep | None = None
@@ -143,8 +163,11 @@ class _ModelLoad:
     def run(self, source: Source) -> tuple[Any, LoadReport]:
         """Return what ``from_pretrained`` returns, and the account."""
         if isinstance(source, Checkpoint):
+            self._opened(source)
             return self._run(source.side_files, source.uri, source)
         if self.request.load_format is LoadFormat.DUMMY:
+            if self.snapshot is not None:
+                raise InvalidSetting("A snapshot was asked for, and load_format is dummy.", mend="Leave one out.")
             # What lies beside them need not be weights.
             with open_side_files(source, settings=self.settings) as side_files:
                 return self._run(side_files, str(parse_uri(source)), None)
@@ -154,7 +177,7 @@ class _ModelLoad:
             return self._run(checkpoint.side_files, checkpoint.uri, checkpoint)
 
     def _opened(self, source: Source) -> Checkpoint:
-        return open_checkpoint(source, settings=self.settings, progress=self.progress)
+        return open_checkpoint(source, snapshot=self.snapshot, settings=self.settings, progress=self.progress)
 
     def _together(self, name: str, work: Callable[[], T], *, undo: Callable[[T], None] | None = None) -> T:
         """Do a step of the load, in step with the other ranks where there are any: what fails on one fails on all."""
@@ -168,8 +191,10 @@ class _ModelLoad:
             stored = section.method if section else None
             decision = choose_loader(replace(self.request, stored_quantization=stored))
             logger.info("%s: load format %s, quantization %s", source, decision.load_format, stored or "none")
-            construction = prepare_construction(folder, section, source=source, wishes=self.wishes)
-            weights = self._weights(decision, source, checkpoint, construction.model_class.__name__)
+            detected = self._detected(folder, source, checkpoint)
+            construction = prepare_construction(folder, section, detected, source=source, wishes=self.wishes)
+            expanded = detected if self.wishes.packing.dequantize else None
+            weights = self._weights(decision, source, checkpoint, construction.model_class.__name__, expanded)
         try:
             result = construction.run(weights.values, weights.fill)
             model = result[0] if isinstance(result, tuple) else result
@@ -180,8 +205,22 @@ class _ModelLoad:
         model.config.name_or_path = model.name_or_path = source
         return result, weights.report()
 
+    def _detected(self, folder: Path, source: str, checkpoint: Checkpoint | None) -> CheckpointQuantization | None:
+        """Return what our own readers are to do; None where nothing is packed, or the caller names a quantizer of Transformers."""
+        if checkpoint is None or self.wishes.options.get("quantization_config") is not None:
+            return None
+        detected = detect_quantization(folder, checkpoint.entries, source=source)
+        for warning in detected.warnings if detected is not None else ():
+            logger.warning("%s: %s", source, warning)
+        return detected
+
     def _weights(
-        self, decision: LoaderDecision, source: str, checkpoint: Checkpoint | None, class_name: str
+        self,
+        decision: LoaderDecision,
+        source: str,
+        checkpoint: Checkpoint | None,
+        class_name: str,
+        expanded: CheckpointQuantization | None,
     ) -> Weights:
         if decision.load_format is LoadFormat.MODELOPT:
             raise InvalidSetting(
@@ -199,6 +238,7 @@ class _ModelLoad:
             strict=self.strict,
             tolerate_mismatch=bool(self.wishes.options.get("ignore_mismatched_sizes")),
             quantization=decision.quantization,
+            expanded=expanded,
             lockstep=self.lockstep,
         )
         return StreamedWeights(checkpoint, conditions, model_class=class_name)

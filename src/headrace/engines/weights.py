@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from headrace.checkpoint import Checkpoint, Entry
-from headrace.engines.conversion import LazyValue, LoadWeights, plan_placement, unfilled_names
+from headrace.engines.conversion import LoadWeights, plan_placement, unfilled_names
+from headrace.engines.installation import Installation, expand, odd_values
 from headrace.engines.packing import check_packing
 from headrace.engines.placement import Placement, check_ledger, check_placement
+from headrace.engines.quantizer import HeadraceQuantizer
+from headrace.engines.renaming import Renamer
+from headrace.engines.stacking import stack_experts
+from headrace.engines.values import Assembly, Plain, Stack, state_dict
 from headrace.errors import PlacementError
 from headrace.progress import LoadProgress
+from headrace.quantization import CheckpointQuantization
 from headrace.settings import Settings
-from headrace.streaming import DistributedStream, LoadReport, Lockstep, StreamOptions, open_source
+from headrace.streaming import DistributedStream, LoadReport, Lockstep, StreamOptions, TensorStream, open_source
 from headrace.streaming.formats import LoadFormat
 from headrace.streaming.source import TensorSource
 
@@ -56,6 +62,8 @@ class Conditions:
     tolerate_mismatch: bool = False
     quantization: str | None = None
     """The method that the configuration names, for messages."""
+    expanded: CheckpointQuantization | None = None
+    """The packed weights that are to be expanded as they arrive; None where there are none, or they stay packed."""
     lockstep: Lockstep | None = None
     """The ranks that share the reading; None where this process reads everything."""
 
@@ -71,21 +79,23 @@ class StreamedWeights:
         self._class_name = model_class
         self._stream: TensorSource | None = None
         self._placement: Placement | None = None
-        self.values: Mapping[str, Any] = {
-            name: LazyValue(entry, self._take) for name, entry in checkpoint.entries.items()
-        }
+        self._installation = Installation()
+        stored = [Plain(entry, name) for name, entry in checkpoint.entries.items()]
+        self.values: Mapping[str, Any] = state_dict(stored, self._take)
 
     def fill(self, model: Any, load_config: Any, load_weights: LoadWeights) -> tuple[Any, Any]:
         """Place, check, stream."""
         lockstep = self._conditions.lockstep
         with self._progress.during("planning"):
+            assemblies = self._assemblies(model, load_config)
             if lockstep is None:
-                placement = self._place(model, load_config)
+                placement = self._place(model, load_config, assemblies)
             else:
-                placement = lockstep.do("planning", lambda: self._place(model, load_config))
+                placement = lockstep.do("planning", lambda: self._place(model, load_config, assemblies))
             self._placement = placement
-            self._stream = self._open(placement, load_config.device_map)
-        values = {entry.name: LazyValue(entry, self._take) for entry in placement.order}
+            wanted = _wanted(assemblies, placement)
+            self._stream = self._open(placement, load_config.device_map, wanted)
+        values = state_dict(wanted, self._take, self._block)
         gc.collect()  # the rehearsal's model is cyclic
         with self._progress.during("weights"):
             loading_info, offloaded = load_weights(model, values, load_config)
@@ -98,6 +108,10 @@ class StreamedWeights:
             left = set(self._stream.names_left)
             taken = [entry.name for entry in self._placement.order if entry.name not in left]
             check_ledger(taken=taken, placement=self._placement, unfilled=unfilled_names(model), source=self._source)
+            notes = [*self._installation.notes, *odd_values(model)]
+            if notes:
+                others = f" The same holds for {len(notes) - 3} more weights." if len(notes) > 3 else ""
+                logger.warning("%s: %s%s", self._source, " ".join(notes[:3]), others)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -107,12 +121,31 @@ class StreamedWeights:
         assert self._stream is not None
         return replace(self._stream.report, phases=dict(self._progress.phases))
 
-    def _place(self, model: Any, load_config: Any) -> Placement:
-        placement = plan_placement(model, load_config, self._checkpoint.entries)
+    def _assemblies(self, model: Any, load_config: Any) -> list[Assembly]:
+        """Return everything that may be fed to ``model``: packed parts for our layers, or weights expanded on their way, and the rest as it is stored."""
+        quantizer, expanded = load_config.hf_quantizer, self._conditions.expanded
+        if isinstance(quantizer, HeadraceQuantizer):
+            self._installation = quantizer.installation
+        elif expanded is not None:
+            renamer = Renamer(model, load_config.weight_mapping or ())
+            self._installation = expand(model, expanded, renamer, dtype=load_config.dtype)
+        installation = self._installation
+        if installation.left_out:
+            logger.info(
+                "%s: %d tensors that this load has no use for are not read", self._source, len(installation.left_out)
+            )
+        return stack_experts(
+            Renamer(model, load_config.weight_mapping or ()), installation.with_plain(self._checkpoint.entries)
+        )
+
+    def _place(self, model: Any, load_config: Any, assemblies: Sequence[Assembly]) -> Placement:
+        placement = plan_placement(model, load_config, assemblies)
         check_packing(model, placement, source=self._source, method=self._conditions.quantization)
         return self._checked(placement)
 
-    def _open(self, placement: Placement, device_map: Mapping[str, Any] | None) -> TensorSource:
+    def _open(
+        self, placement: Placement, device_map: Mapping[str, Any] | None, assemblies: Sequence[Assembly]
+    ) -> TensorSource:
         settings, lockstep = self._conditions.settings, self._conditions.lockstep
         if lockstep is not None:
             return DistributedStream(
@@ -122,10 +155,14 @@ class StreamedWeights:
             self._conditions.load_format,
             self._checkpoint,
             placement.order,
-            options=_stream_options(device_map),
+            options=_stream_options(device_map, assemblies),
             settings=settings,
             progress=self._progress,
         )
+
+    def _block(self, name: str) -> torch.Tensor | None:
+        """Return the memory in which the pieces of a stacked value arrive, where the stream can do that."""
+        return self._stream.block(name) if isinstance(self._stream, TensorStream) else None
 
     def _take(self, entry: Entry) -> torch.Tensor:
         if self._stream is None:
@@ -168,9 +205,17 @@ class StreamedWeights:
         return placement
 
 
-def _stream_options(device_map: Mapping[str, Any] | None) -> StreamOptions:
-    """Return leased memory, pinned for CUDA, where every parameter is copied to another device; memory of its own for each tensor where one may stay."""
+def _wanted(assemblies: Sequence[Assembly], placement: Placement) -> list[Assembly]:
+    """Return the assemblies whose pieces are placed."""
+    placed = {entry.name for entry in placement.order}
+    return [item for item in assemblies if all(entry.name in placed for entry, _ in item.pieces)]
+
+
+def _stream_options(device_map: Mapping[str, Any] | None, assemblies: Sequence[Assembly]) -> StreamOptions:
+    """Return leased memory, pinned for CUDA, where every parameter is copied to another device; memory of its own for each tensor where one may stay, and its place in a stack."""
     devices = {torch.device(place) if place != "disk" else None for place in (device_map or {}).values()}
     if not devices or None in devices or any(device.type == "cpu" for device in devices if device is not None):
-        return StreamOptions()
+        return StreamOptions(
+            blocks=tuple(block for item in assemblies if isinstance(item, Stack) for block in item.blocks())
+        )
     return StreamOptions(ownership="leased", device=next(device for device in devices if device is not None))

@@ -1,5 +1,53 @@
 """What packed tensors mean. Knows no engine and does no input or output."""
 
-from headrace.quantization.section import QuantizationSection, find_quantization
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["QuantizationSection", "find_quantization"]
+from headrace.quantization.section import QuantizationSection, find_modelopt, find_quantization
+
+if TYPE_CHECKING:
+    from headrace.quantization.detection import METHODS, detect
+    from headrace.quantization.modules import CheckpointQuantization, KvQuantization, QuantizedModule, SchemeCount
+    from headrace.quantization.scheme import InputQuantization, Role, Scheme, StoredPart, WeightQuantization
+
+__all__ = [
+    "METHODS",
+    "CheckpointQuantization",
+    "InputQuantization",
+    "KvQuantization",
+    "QuantizationSection",
+    "QuantizedModule",
+    "Role",
+    "Scheme",
+    "SchemeCount",
+    "StoredPart",
+    "WeightQuantization",
+    "detect",
+    "find_modelopt",
+    "find_quantization",
+]
+
+# What a section says is asked for by commands that need no torch; all else imports it, so it is imported when it is first used.
+_HOMES = {
+    "METHODS": "detection",
+    "CheckpointQuantization": "modules",
+    "InputQuantization": "scheme",
+    "KvQuantization": "modules",
+    "QuantizedModule": "modules",
+    "Role": "scheme",
+    "Scheme": "scheme",
+    "SchemeCount": "modules",
+    "StoredPart": "scheme",
+    "WeightQuantization": "scheme",
+    "detect": "detection",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace.quantization' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"headrace.quantization.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

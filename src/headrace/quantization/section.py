@@ -26,6 +26,7 @@ _SYNONYMS = {
     "compressed_tensors": "compressed-tensors",
     "sparseml": "compressed-tensors",
     "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
     "petit_nvfp4": "modelopt",
 }
 
@@ -68,7 +69,21 @@ def find_quantization(
         found = _as_mapping(section, place)
         if found:
             return QuantizationSection(_method_of(found, place), place, found)
-    return _find_modelopt(hf_quant_config or {})
+    return find_modelopt(hf_quant_config or {})
+
+
+def find_modelopt(content: Mapping[str, Any]) -> QuantizationSection | None:
+    """Return what hf_quant_config.json says, nested or flat, whatever config.json says; None where it names no algorithm.
+
+    Raises `UnsupportedQuantization` for a section that is not an object.
+    """
+    place, section = MODELOPT_FILE, content
+    if "quantization" in content:
+        place, section = f"{MODELOPT_FILE}: quantization", _as_mapping(content["quantization"], MODELOPT_FILE)
+    # A file that names no algorithm comes with checkpoints that were exported unquantized.
+    if not any(section.get(key) for key in ("quant_algo", "kv_cache_quant_algo", "quant_method")):
+        return None
+    return QuantizationSection(canonical_method(str(section.get("quant_method") or "modelopt")), place, section)
 
 
 def canonical_method(name: str) -> str:
@@ -84,16 +99,6 @@ def _sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for prefix, holder in nests:
         if isinstance(holder, Mapping):
             yield from ((f"{CONFIG_FILE}: {prefix}{key}", holder[key]) for key in _KEYS if key in holder)
-
-
-def _find_modelopt(content: Mapping[str, Any]) -> QuantizationSection | None:
-    place, section = MODELOPT_FILE, content
-    if "quantization" in content:
-        place, section = f"{MODELOPT_FILE}: quantization", _as_mapping(content["quantization"], MODELOPT_FILE)
-    # A file that names no algorithm comes with checkpoints that were exported unquantized.
-    if not any(section.get(key) for key in ("quant_algo", "kv_cache_quant_algo", "quant_method")):
-        return None
-    return QuantizationSection(canonical_method(str(section.get("quant_method") or "modelopt")), place, section)
 
 
 def _as_mapping(section: Any, place: str) -> Mapping[str, Any]:

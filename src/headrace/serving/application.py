@@ -93,6 +93,7 @@ class Application:
             "created": self._service.created,
             "owned_by": "headrace",
             "max_model_len": self._service.engine.context_tokens,
+            "snapshot": self._service.snapshot,
         }
 
 

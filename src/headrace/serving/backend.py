@@ -72,8 +72,17 @@ def make_backend(
             raise
     metrics.record_load(bytes_done=progress.bytes_done, phases=progress.phases)
     metrics.watch_engine(running=lambda: float(engine.num_running), waiting=lambda: float(engine.num_waiting))
+    # Random weights come from no files, and so from no snapshot.
+    snapshot = loaded.report.snapshot_id if loaded.report is not None and loaded.report.num_files else None
+    if snapshot is not None:
+        metrics.record_snapshot(model=loaded.name, snapshot=snapshot)
     service = Service(
-        engine=engine, tokenizer=tokenizer, model_name=loaded.name, metrics=metrics, max_waiting=max_waiting
+        engine=engine,
+        tokenizer=tokenizer,
+        model_name=loaded.name,
+        snapshot=snapshot,
+        metrics=metrics,
+        max_waiting=max_waiting,
     )
     report = dict(loaded.report.rows()) if loaded.report is not None else {}
     return ModelBackend(engine=engine, app=Application(service), report=report)

@@ -68,6 +68,13 @@ class Metrics:
         )
         self._load_bytes = Gauge("headrace_load_bytes", "Bytes of weights that have arrived.", registry=self.registry)
 
+        self._snapshot = Gauge(
+            "headrace_model_snapshot",
+            "1 for the snapshot that the model was loaded from.",
+            ("model", "snapshot"),
+            registry=self.registry,
+        )
+
     def count_request(self, route: str, status: int, seconds: float) -> None:
         """Count one answer."""
         self._requests.labels(route, str(status)).inc()
@@ -103,6 +110,10 @@ class Metrics:
         self._load_bytes.set(bytes_done)
         for phase, seconds in phases.items():
             self._load_seconds.labels(phase).set(seconds)
+
+    def record_snapshot(self, *, model: str, snapshot: str) -> None:
+        """Keep which snapshot of the weights answers under which name."""
+        self._snapshot.labels(model, snapshot).set(1)
 
     def text(self) -> bytes:
         """Return everything in the Prometheus text format."""

@@ -26,6 +26,8 @@ class Service:
     model_name: str
     """The only name that the model has, in requests and in answers."""
     metrics: Metrics
+    snapshot: str | None = None
+    """The id of the weights' snapshot; None where they come from none."""
     max_waiting: int = 128
     """Generations that may wait for their turn; more are refused (429) rather than left to time out."""
     created: int = field(default_factory=lambda: int(time.time()))

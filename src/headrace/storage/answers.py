@@ -31,13 +31,13 @@ class Level:
         self._objects: dict[str, StoredObject] = {}
         self._folders: set[str] = set()
 
-    def add(self, key: str, size_bytes: int, version: str) -> None:
+    def add(self, key: str, size_bytes: int, version: str, version_id: str = "") -> None:
         """Take in an object. A key that goes deeper gives a folder: it is the folder's marker, or the store does not know delimiters."""
         for name, slash in self._below(key):
             if slash:
                 self._folders.add(name)
             else:
-                self._objects[name] = StoredObject(name, size_bytes, version)
+                self._objects[name] = StoredObject(name, size_bytes, version, version_id)
 
     def add_folder(self, key: str) -> None:
         """Take in a folder, whose ``key`` may end with a slash."""

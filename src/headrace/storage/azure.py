@@ -20,6 +20,7 @@ from headrace.storage.answers import Level, check_answer, decode_body, is_strong
 from headrace.storage.azure_access import AzureAccess, AzureOptions, connect_azure
 from headrace.storage.azure_errors import BROKEN, SDK_EXCEPTIONS, complaint_of, explain_sdk_error, scrub
 from headrace.storage.azure_refusal import AZURE, is_expired, is_without_container, read_azure_complaint
+from headrace.storage.credentials import CredentialSource
 from headrace.storage.refusal import Complaint, Place, judge_complaint
 from headrace.storage.rooted import RootedStore
 from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
@@ -135,6 +136,13 @@ class AzureStore(RootedStore):
         if recovered:
             return replace(verdict, retry=True)
         return replace(verdict, retry=verdict.retry and not verdict.refresh_credentials, refresh_credentials=False)
+
+    def describe_credentials(self, environment: Mapping[str, str]) -> CredentialSource:
+        """Return what is shown; where that is a token, one is fetched. Raises `AccessDenied` where there is none."""
+        try:
+            return self._current().describe()
+        except SDK_EXCEPTIONS as error:
+            raise self._name_reading(explain_sdk_error(error, self._place(""))) from scrub(error)
 
     def close(self) -> None:
         """Close the SDK's connections. May be called twice."""

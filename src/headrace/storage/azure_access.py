@@ -6,6 +6,7 @@ imported, since its chain asks metadata services that may not be there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +17,20 @@ from azure.storage.blob import ContainerClient, ExponentialRetry
 
 from headrace.errors import AccessDenied
 from headrace.settings import AzureSettings, TransportSettings
+from headrace.storage.address import Address
 from headrace.storage.azure_errors import SDK_EXCEPTIONS, explain_sdk_error, scrub
 from headrace.storage.azure_location import AzureLocation, find_location
 from headrace.storage.azure_signing import AzureKey, AzureTarget, find_target, read_key, sign_headers
 from headrace.storage.azure_tokens import TokenSource, make_default_credential
 from headrace.storage.certificates import check_ca_file, find_system_ca_file
+from headrace.storage.credentials import CredentialSource
+from headrace.storage.links import end_of_address
 from headrace.storage.refusal import Place
 from headrace.storage.uri import Uri
 
 _MOST_SDK_RETRIES = 3
+_KIND_OF_CREDENTIALS = re.compile(r"^(?:the account key of|the SAS (?:of|in)|a token of) ")
+"""What the words for credentials begin with; the rest says where they come from."""
 Headers = list[tuple[str, str]]
 
 
@@ -75,6 +81,20 @@ class AzureAccess:
         if self.tokens is not None:
             headers.append(("Authorization", f"Bearer {self.tokens.token()}"))
         return (f"{path}?{self.sas}" if self.sas else path), headers
+
+    def describe(self) -> CredentialSource:
+        """Return what is shown, for people; where that is a token, one is asked for. May raise the credential's errors."""
+        source = _KIND_OF_CREDENTIALS.sub("", self.credentials)
+        if self.tokens is not None:
+            self.tokens.token()
+            return CredentialSource(kind="token", source=source, expires_s=self.tokens.expires_s, renews_itself=True)
+        if self.sas:
+            # A signature says in its own words when it ends.
+            end = end_of_address(Address("https", self.target.host, self.target.port, f"/?{self.sas}"))
+            return CredentialSource(kind="shared access signature", source=source, expires_s=end)
+        if self.key is not None:
+            return CredentialSource(kind="account key", source=source, identity=f"account {self.key.account}")
+        return CredentialSource(kind="", source="anonymous access is asked for (HEADRACE_AZURE_ANONYMOUS)")
 
     def leads_where(self, other: AzureAccess) -> bool:
         """Say whether both lead to the same container of the same account."""

@@ -46,6 +46,11 @@ class TokenSource:
         """The token that was given last; None before the first."""
         return None if self._token is None else self._token.token
 
+    @property
+    def expires_s(self) -> float | None:
+        """When the token that was given last ends, in seconds since 1970; None before the first."""
+        return None if self._token is None else float(self._token.expires_on)
+
     def token(self) -> str:
         """Return a token that is good for now. Raises what the credential raises."""
         return self._current().token

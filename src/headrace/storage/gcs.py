@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -14,12 +14,16 @@ from urllib.parse import quote
 from headrace.errors import HeadraceError, ObjectChanged, ObjectNotFound, StorageError
 from headrace.settings import TransportSettings
 from headrace.storage.answers import Level, check_answer, decode_body
+from headrace.storage.credentials import CredentialSource
 from headrace.storage.gcs_access import GcsAccess, GcsOptions, connect_gcs
+from headrace.storage.gcs_credentials import describe_google_credentials
 from headrace.storage.gcs_errors import SDK_EXCEPTIONS, judge_sdk_error
+from headrace.storage.gcs_past import LISTED_VERSIONS, changes_of
 from headrace.storage.gcs_refusal import GCS, GCS_LISTING, read_gcs_complaint
+from headrace.storage.past import MOST_CHANGES, past_states, too_many_versions
 from headrace.storage.refusal import Dialect, Place, judge_complaint
 from headrace.storage.rooted import RootedStore
-from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
+from headrace.storage.store import HttpRange, Listing, ObjectStore, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 
 _MOST_ATTEMPTS = 4
@@ -77,6 +81,15 @@ class GcsStore(RootedStore):
         if not listing.objects and not listing.folders and not folder:
             self._check_root_is_folder()
         return listing
+
+    def open_past(self) -> Iterator[ObjectStore]:
+        """Yield the store as it was before, the newest state first; see `headrace.storage.past`."""
+        blobs: list[Any] = []
+        for page in self._pages(self._prefix, self._place(""), versions=True):
+            blobs.extend(page)
+            if len(blobs) > MOST_CHANGES:
+                raise too_many_versions(str(self._uri))
+        yield from past_states(self, list(changes_of(blobs, self._prefix)))
 
     def stat(self, key: str) -> StoredObject:
         """Return size and generation of one object. Raises `ObjectNotFound`."""
@@ -155,6 +168,19 @@ class GcsStore(RootedStore):
             return Verdict(error)
         return replace(verdict, retry=helped, refresh_credentials=helped)
 
+    def describe_credentials(self, environment: Mapping[str, str]) -> CredentialSource:
+        """Return what is shown, after a token has been fetched; ``environment`` tells which variable it came from. Raises `AccessDenied` without one."""
+        access = self._current()
+        if access.is_anonymous:
+            if self._options.anonymous:
+                return CredentialSource(kind="", source="anonymous access is asked for (HEADRACE_GCS_ANONYMOUS)")
+            return CredentialSource(kind="", source="an endpoint over plain HTTP, as an emulator's, gets no token")
+        try:
+            access.tokens.headers()
+        except SDK_EXCEPTIONS as error:
+            raise judge_sdk_error(error, self._place(""), now=self._clock()).error from error
+        return describe_google_credentials(access.tokens.credentials, self._options, environment)
+
     def close(self) -> None:
         """Close the SDK's connections. May be called twice."""
         with self._lock:
@@ -162,8 +188,10 @@ class GcsStore(RootedStore):
         for access in (*retired, self._access):
             access.close()
 
-    def _pages(self, prefix: str, place: Place) -> Iterator[Any]:
-        """Yield the pages of one level."""
+    def _pages(self, prefix: str, place: Place, *, versions: bool = False) -> Iterator[Any]:
+        """Yield the pages of one level; with ``versions`` those of every generation on every level."""
+        one_level = {"delimiter": "/", "fields": _LISTED}
+        wanted = {"versions": True, "fields": LISTED_VERSIONS} if versions else one_level
         token = None
         while True:
 
@@ -171,11 +199,10 @@ class GcsStore(RootedStore):
                 found = access.client.list_blobs(
                     self._bucket(access),
                     prefix=prefix or None,
-                    delimiter="/",
-                    fields=_LISTED,
                     page_token=token,
                     timeout=self._timeout,
                     retry=None,
+                    **wanted,
                 )
                 return next(found.pages), found.next_page_token
 

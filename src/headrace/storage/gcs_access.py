@@ -76,6 +76,11 @@ class Tokens:
         token: str | None = self._credentials.token
         return token
 
+    @property
+    def credentials(self) -> Any:
+        """google-auth's credentials, to be described. They hold secrets."""
+        return self._credentials
+
     def headers(self) -> dict[str, str]:
         """Return the headers for a request that is sent now. Raises google-auth's errors where no token can be had."""
         found: dict[str, str] = {}

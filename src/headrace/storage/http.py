@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from headrace.errors import InvalidSetting, ObjectNotFound
 from headrace.settings import TransportSettings
 from headrace.storage.address import REDIRECTS
 from headrace.storage.answers import check_answer, decode_body
+from headrace.storage.credentials import CredentialSource
 from headrace.storage.http_answers import (
     FIRST_BYTE,
     FIRST_BYTE_ANSWERS,
@@ -32,7 +33,7 @@ from headrace.storage.http_answers import (
 from headrace.storage.http_refusal import HTTP
 from headrace.storage.http_root import HttpRoot
 from headrace.storage.http_search import Found, NameSearch
-from headrace.storage.links import LinkBook
+from headrace.storage.links import LinkBook, end_of_address
 from headrace.storage.model_files import INDEX, SIDE_FILES, SINGLE, is_index, is_weights
 from headrace.storage.refusal import Place, judge_complaint, read_complaint
 from headrace.storage.rooted import RootedStore
@@ -191,6 +192,17 @@ class HttpStore(RootedStore):
         if refusal.status in (401, 403, 404, 410) and self._links.forget(stored.key):
             return replace(verdict, retry=True)
         return verdict
+
+    def describe_credentials(self, environment: Mapping[str, str]) -> CredentialSource:
+        """Return what is shown: a token, or the address itself where it is a signed one."""
+        end = end_of_address(self._root.address_of(self._selected_key or ""))
+        if end is not None:
+            return CredentialSource(kind="signed address", source="the query of the uri", expires_s=end)
+        if self._options.token is not None:
+            return CredentialSource(kind="token", source="HEADRACE_HTTP_TOKEN, or http_token in the settings")
+        if self._root.query:
+            return CredentialSource(kind="query", source="the uri and goes with every request")
+        return CredentialSource(kind="", source="HEADRACE_HTTP_TOKEN is not set")
 
     def close(self) -> None:
         """Close the connections that small reads hold open. May be called twice."""

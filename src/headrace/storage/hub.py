@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,18 +16,22 @@ from headrace.errors import AccessDenied, ObjectChanged, ObjectNotFound, Storage
 from headrace.settings import TransportSettings
 from headrace.storage.address import REDIRECTS, Address, encode_key, parse_address
 from headrace.storage.answers import Level, check_answer, decode_body
+from headrace.storage.credentials import CredentialSource
 from headrace.storage.hub_access import HubAccess, HubTree
+from headrace.storage.hub_credentials import describe_hub_login
 from headrace.storage.hub_refusal import is_from_hub
 from headrace.storage.links import LinkBook
 from headrace.storage.refusal import Place
 from headrace.storage.rooted import RootedStore
-from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
+from headrace.storage.store import HttpRange, Listing, ObjectStore, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 from headrace.storage.web import USER_AGENT, WebClient, WebRequest
 from headrace.storage.web_connections import Headers
 
 _PLAIN_HEADERS: Headers = (("Accept-Encoding", "identity"), ("User-Agent", USER_AGENT))
 _SHA256_DIGITS = 64
+MOST_COMMITS = 200
+"""How many commits are looked at for a snapshot: each costs a request."""
 _REFRESH_PAUSE_S = 1.0  # All readers meet a token that has ended at the same moment; one new one serves them all.
 
 
@@ -54,6 +59,7 @@ class HubStore(RootedStore):
             if stored.key.startswith(self._prefix)
         }
         self._root_is_file = any(stored.key == uri.key for stored in tree.files)
+        self._transport = transport
         self._ca_file = ca_file
         self._verify_tls = verify_tls
         self._resolve = parse_address(f"{access.endpoint}/{access.repository.name}/resolve/{tree.commit}")
@@ -78,6 +84,20 @@ class HubStore(RootedStore):
         for key, stored in self._files.items():
             level.add(key, stored.size_bytes, stored.version)
         return level.listing(folder)
+
+    def open_past(self) -> Iterator[ObjectStore]:
+        """Yield the store at this commit and at those before it, at most `MOST_COMMITS`; each is a store of its own, and the caller's to close."""
+        for commit in self._access.fetch_commits()[:MOST_COMMITS]:
+            access = replace(self._access, repository=replace(self._access.repository, revision=commit))
+            yield HubStore(
+                self._uri,
+                access,
+                access.fetch_tree(),
+                transport=self._transport,
+                selected_key=self._selected_key,
+                ca_file=self._ca_file,
+                verify_tls=self._verify_tls,
+            )
 
     def stat(self, key: str) -> StoredObject:
         """Return size and version of one file. Raises `ObjectNotFound`."""
@@ -145,6 +165,10 @@ class HubStore(RootedStore):
         if not is_from_hub(refusal) and refusal.status in (401, 403, 404, 410) and self._links.forget(stored.key):
             return replace(self._access.judge(refusal, self._place(stored)), retry=True)
         return self._judge(stored, refusal)
+
+    def describe_credentials(self, environment: Mapping[str, str]) -> CredentialSource:
+        """Return where the login that is shown comes from; ``environment`` tells which variable. It is not shown where the hub redirects to."""
+        return describe_hub_login(self._authorization, environment)
 
     def close(self) -> None:
         """Close the connections that small reads hold open. May be called twice."""

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from huggingface_hub import HfApi, constants
@@ -26,6 +26,8 @@ from headrace.storage.uri import Uri
 from headrace.storage.web import USER_AGENT
 
 DEFAULT_REVISION = "main"
+
+_Answer = TypeVar("_Answer")
 
 _MOST_ATTEMPTS = 4
 _MOST_WAIT_S = 30.0
@@ -116,10 +118,14 @@ class HubAccess:
 
     def fetch_tree(self) -> HubTree:
         """Return the commit that the revision is now, and its files. Raises `ObjectNotFound`, `AccessDenied` or `StoreUnavailable`."""
+        return self._persist(self._ask_tree)
+
+    def _persist(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Ask until there is an answer, or no hope of one."""
         most = min(self.transport.max_attempts, _MOST_ATTEMPTS)
         for number in range(1, most + 1):
             try:
-                return self._ask_tree()
+                return ask()
             except _HUB_EXCEPTIONS as error:
                 verdict = self._explain(error)
                 if not verdict.retry or number == most:
@@ -127,6 +133,10 @@ class HubAccess:
             backoff_s = random.random() * self.transport.backoff_first_s * 2.0 ** (number - 1)
             self.sleep(min(_MOST_WAIT_S, backoff_s if verdict.wait_s is None else verdict.wait_s))
         raise AssertionError("unreachable")
+
+    def fetch_commits(self) -> tuple[str, ...]:
+        """Return the commits that led to the revision, the newest first, itself included. Raises what `fetch_tree` raises."""
+        return self._persist(self._ask_commits)
 
     def judge(self, refusal: Refusal, place: Place) -> Verdict:
         """Say what a refusal of the hub, or of a store that it redirects to, means."""
@@ -145,6 +155,11 @@ class HubAccess:
             listed = api.list_repo_tree(name, recursive=True, revision=commit)
             files = tuple(_stored(file.path, file) for file in listed if hasattr(file, "blob_id"))
         return HubTree(commit, files)
+
+    def _ask_commits(self) -> tuple[str, ...]:
+        api = HfApi(endpoint=self.endpoint, library_name=USER_AGENT)
+        found = api.list_repo_commits(self.repository.name, revision=self.repository.revision)
+        return tuple(str(commit.commit_id) for commit in found)
 
     def _explain(self, error: Exception) -> Verdict:
         """Return our error for ``error``, and whether trying again can help."""

@@ -17,10 +17,10 @@ from headrace.storage.uri import Uri
 _LOG = logging.getLogger("headrace")
 
 
-def open_hub(uri: Uri, *, settings: Settings, selected_key: str | None = None) -> ObjectStore:
+def open_hub(uri: Uri, *, settings: Settings, selected_key: str | None = None, use_cache: bool = True) -> ObjectStore:
     """Return the store for an ``hf`` uri, at the commit that its revision is now.
 
-    The hub is asked once, which commit that is and which files it has. With ``HF_HUB_OFFLINE``, or where the hub does not answer, only what is whole in
+    The hub is asked once, which commit that is and which files it has; without ``use_cache`` its files are read from there even where they are on this machine. With ``HF_HUB_OFFLINE``, or where the hub does not answer, only what is whole in
     the cache is used. Raises `ObjectNotFound`, `AccessDenied`, `StoreUnavailable` and `InvalidUri`.
     """
     repository = HubRepository.of(uri)
@@ -47,7 +47,7 @@ def open_hub(uri: Uri, *, settings: Settings, selected_key: str | None = None) -
         ) from error
     prefix = f"{uri.key}/" if uri.key else ""
     published = {file.key.removeprefix(prefix): file.size_bytes for file in tree.files if file.key.startswith(prefix)}
-    snapshot = hub_cache.find_snapshot(repository, tree.commit)
+    snapshot = hub_cache.find_snapshot(repository, tree.commit) if use_cache else None
     if snapshot is not None and hub_cache.is_complete(snapshot / uri.key, published, selected_key):
         _LOG.info("%s is whole in the local cache: %s", uri, snapshot)
         return _local(snapshot / uri.key, selected_key)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from headrace.errors import MissingDependency
 from headrace.settings import AzureSettings, Settings
 from headrace.storage.azure_location import is_azure_url
 from headrace.storage.local import LocalStore
-from headrace.storage.store import ObjectStore
+from headrace.storage.store import KeepsPast, ObjectStore
 from headrace.storage.uri import Uri, parse_uri
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ def open_store(uri: str | os.PathLike[str] | Uri, *, settings: Settings, s3: S3O
         options = s3 or S3Options(
             anonymous=settings.s3_anonymous,
             addressing_style=settings.s3_addressing_style,
+            endpoint=settings.s3_endpoint,
+            request_payer=settings.s3_request_payer,
             verify_tls=settings.verify_tls,
         )
         return S3Store(root, transport=settings.transport, options=options, selected_key=selected_key)
@@ -52,6 +55,26 @@ def open_store(uri: str | os.PathLike[str] | Uri, *, settings: Settings, s3: S3O
     if root.scheme == "az" or is_azure_url(root, settings.azure or AzureSettings.from_environment()):
         return _open_azure(root, selected_key, settings)
     return _open_http(root, selected_key, settings)
+
+
+def open_past(uri: Uri, store: ObjectStore, settings: Settings) -> Iterator[ObjectStore]:
+    """Yield ``store`` as it was before, the newest state first; nothing for a store that keeps no past. ``uri`` is what it was opened by.
+
+    Those that are not made over ``store`` (`headrace.storage.past.PastStore`) are the caller's to close. Raises what `KeepsPast.open_past` raises.
+    """
+    if isinstance(store, KeepsPast):
+        yield from store.open_past()
+        return
+    root, selected_key = _split_file(uri)
+    if root.scheme != "hf":
+        return
+    # The model is whole in the hub's cache on this machine, where files have other versions than on the hub.
+    hub = _open_hub(root, selected_key, settings, use_cache=False)
+    try:
+        if isinstance(hub, KeepsPast):
+            yield from hub.open_past()
+    finally:
+        hub.close()
 
 
 def _open_gcs(root: Uri, selected_key: str | None, settings: Settings) -> ObjectStore:
@@ -97,7 +120,7 @@ def _open_azure(root: Uri, selected_key: str | None, settings: Settings) -> Obje
     return AzureStore(root, transport=settings.transport, options=options, selected_key=selected_key)
 
 
-def _open_hub(root: Uri, selected_key: str | None, settings: Settings) -> ObjectStore:
+def _open_hub(root: Uri, selected_key: str | None, settings: Settings, *, use_cache: bool = True) -> ObjectStore:
     try:
         from headrace.storage.hub_opening import open_hub
     except ImportError as error:
@@ -107,7 +130,7 @@ def _open_hub(root: Uri, selected_key: str | None, settings: Settings) -> Object
             f"{'It may be the name of a hub repository, but ' if is_plain else ''}huggingface_hub cannot be imported: {error}.",
             'Install it with: pip install "headrace[hub]".',
         ) from error
-    return open_hub(root, settings=settings, selected_key=selected_key)
+    return open_hub(root, settings=settings, selected_key=selected_key, use_cache=use_cache)
 
 
 def _open_http(root: Uri, selected_key: str | None, settings: Settings) -> ObjectStore:

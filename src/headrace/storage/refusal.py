@@ -130,6 +130,13 @@ def is_elsewhere(complaint: Complaint) -> bool:
     return complaint.region is not None and (bare or complaint.code in _ELSEWHERE)
 
 
+def refuses_operation(complaint: Complaint) -> bool:
+    """Say whether a store of S3's protocol may not know the operation at all, so that another one for the same end is worth a try."""
+    if complaint.status == 501 or complaint.code in ("NotImplemented", "MethodNotAllowed"):
+        return True
+    return complaint.status in (400, 405) and complaint.region is None and complaint.code not in _BY_CODE
+
+
 def judge_complaint(complaint: Complaint, place: Place, *, now: float, dialect: Dialect | None = None) -> Verdict:
     """Return what ``complaint`` means in ``dialect``, by default S3's. ``now`` is the wall clock, in seconds since 1970, for a Retry-After that is a date."""
     rule = _rule_of(complaint, place, dialect or S3)
@@ -167,7 +174,7 @@ _NO_BUCKET = Rule(
 )
 _DENIED = Rule(
     AccessDenied,
-    "Check which credentials are used (aws sts get-caller-identity) and that they allow s3:GetObject on the objects and s3:ListBucket on the bucket.",
+    "Check which credentials are used (aws sts get-caller-identity) and that they allow s3:GetObject on the objects and s3:ListBucket on the bucket; old snapshots need s3:GetObjectVersion, too.",
     why="The credentials do not allow it.",
 )
 _BARE_DENIED = Rule(

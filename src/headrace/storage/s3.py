@@ -10,22 +10,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from headrace.errors import HeadraceError, InvalidUri, ObjectNotFound, StorageError, StoreUnavailable
+from headrace.errors import (
+    HeadraceError,
+    InvalidSetting,
+    InvalidUri,
+    ObjectNotFound,
+    StorageError,
+    StoreUnavailable,
+)
 from headrace.settings import TransportSettings
 from headrace.storage.answers import Level, check_answer, decode_body, is_strong, quote_etag
+from headrace.storage.past import past_states
 from headrace.storage.refusal import Complaint, Place, is_elsewhere, is_expired, judge_complaint, read_complaint
 from headrace.storage.rooted import RootedStore
 from headrace.storage.s3_access import S3Access, S3Options, connect_s3
 from headrace.storage.s3_keys import LentAccess, lend_access
+from headrace.storage.s3_listing import S3Lister
 from headrace.storage.sdk_errors import SDK_EXCEPTIONS, complaint_of, explain_sdk_error, is_own_refusal, no_credentials
 from headrace.storage.signing import sign_headers
-from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
-from headrace.storage.uri import Uri, check_key
+from headrace.storage.store import HttpRange, Listing, ObjectStore, Refusal, StoredObject, Verdict
+from headrace.storage.uri import Uri, arn_region, check_key
 
 _MOST_RECOVERIES = 2  # A new region and new credentials, within one call of the SDK.
 _MOST_BODIES = 3  # The SDK repeats requests, but not bodies that break off.
 _REFRESH_PAUSE_S = 1.0  # All readers meet an expired token at the same moment; one refresh serves them all.
-_PAGE_PARTS = {"IsTruncated", "KeyCount", "Contents", "CommonPrefixes"}
+_PAYER = "requester"  # The header's only value.
 
 
 class S3Store(RootedStore):
@@ -41,12 +50,7 @@ class S3Store(RootedStore):
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open no connection yet, though the credential chain may. Raises `InvalidSetting`, `AccessDenied` or `InvalidUri`."""
-        if uri.bucket.endswith("--x-s3"):
-            raise InvalidUri(
-                f"{uri} is in a directory bucket.",
-                "S3 Express One Zone has a sign-in of its own, which is not supported.",
-                "Copy the model into a general purpose bucket.",
-            )
+        _check_bucket(uri)
         super().__init__(uri, selected_key)
         self._prefix = f"{uri.key}/" if uri.key else ""
         self._transport = transport
@@ -57,6 +61,7 @@ class S3Store(RootedStore):
         self._retired: list[S3Access] = []
         self._refreshed_at = float("-inf")
         self._refresh_helped = False
+        self._lister = S3Lister(self._call)
         self._access = connect_s3(uri.bucket, self._options, transport)
 
     @property
@@ -68,7 +73,7 @@ class S3Store(RootedStore):
         """List one level under ``folder``. Raises `ObjectNotFound` without a bucket, and where the root is an object rather than a folder."""
         prefix = self._prefix + (f"{check_key(folder)}/" if folder else "")
         level = Level(prefix)
-        for page in self._pages(prefix, self.uri_of(folder)):
+        for page in self._lister.level(prefix, self._place(folder)):
             for item in page.get("Contents", ()):
                 level.add(item["Key"], item["Size"], quote_etag(item.get("ETag")))
             for item in page.get("CommonPrefixes", ()):
@@ -78,13 +83,17 @@ class S3Store(RootedStore):
             self._check_root_is_folder()
         return listing
 
+    def open_past(self) -> Iterator[ObjectStore]:
+        """Yield the store as it was before, the newest state first; see `headrace.storage.past`. Raises `AccessDenied` without the right to list versions."""
+        yield from past_states(self, self._lister.changes(self._prefix, self._place("")))
+
     def stat(self, key: str) -> StoredObject:
         """Return size and version of one object. Raises `ObjectNotFound`."""
         answer = self._call("head_object", self._place(key), Key=self._prefix + check_key(key))
         return StoredObject(key, answer["ContentLength"], quote_etag(answer.get("ETag")))
 
     def read_object(self, stored: StoredObject, *, start: int = 0, stop: int | None = None) -> bytes:
-        """Read a small object, or a piece of it, at its pinned version.
+        """Read a small object, or a piece of it, at its pinned version, which may be an old one.
 
         An object that is stored gzip-encoded is decoded when it is read as a whole; a piece of one is refused, since it would be a piece of the
         encoded bytes. Raises `ObjectChanged` where the pinned version is gone.
@@ -98,6 +107,8 @@ class S3Store(RootedStore):
             arguments["Range"] = f"bytes={start}-{stop - 1}"
         if is_strong(stored.version):
             arguments["IfMatch"] = stored.version
+        if stored.version_id:
+            arguments["VersionId"] = stored.version_id
         failure: Exception | None = None
         for _ in range(_MOST_BODIES):
             answer = self._call("get_object", place, **arguments)
@@ -123,7 +134,7 @@ class S3Store(RootedStore):
     def describe_range(self, stored: StoredObject, start: int, stop: int) -> HttpRange:
         """Describe one ranged read, signed for now. Raises `AccessDenied` where there are no credentials, or none any more."""
         access = self._current()
-        path = access.target.encode(self._prefix + check_key(stored.key))
+        path = access.target.encode(self._prefix + check_key(stored.key), stored.version_id)
         headers = [("Range", f"bytes={start}-{stop - 1}"), ("Accept-Encoding", "identity")]
         if is_strong(stored.version):
             headers.append(("If-Match", stored.version))
@@ -140,6 +151,7 @@ class S3Store(RootedStore):
             etag=stored.version or None,
             ca_file=access.ca_file,
             verify_tls=self._options.verify_tls,
+            version_header=("x-amz-version-id", stored.version_id) if stored.version_id else None,
         )
 
     def judge(self, stored: StoredObject, refusal: Refusal) -> Verdict:
@@ -157,6 +169,12 @@ class S3Store(RootedStore):
 
     def lend(self) -> LentAccess:
         """Return what a client of another library needs to read this bucket now. It holds the secret key. Raises `AccessDenied` without credentials."""
+        if arn_region(self._uri.bucket) is not None:
+            raise InvalidSetting(
+                f"{self._uri} is behind an access point.",
+                "Clients of other libraries are not handed over to access points.",
+                "Use load_format headrace, or the access point's alias in place of its ARN.",
+            )
         access = self._current()
         credentials = None if self._options.anonymous else self._freeze_credentials(access, self._place(""))
         return lend_access(self._uri.bucket, access, credentials, verify_tls=self._options.verify_tls)
@@ -167,30 +185,6 @@ class S3Store(RootedStore):
             retired, self._retired = self._retired, []
         for access in (*retired, self._access):
             access.client.close()
-
-    def _pages(self, prefix: str, uri: str) -> Iterator[dict[str, Any]]:
-        """Yield the pages of one level. The SDK asks for url-encoded keys and decodes them, once."""
-        arguments = {"Prefix": prefix, "Delimiter": "/"}
-        place = Place(uri, self.endpoint, anonymous=self._options.anonymous)
-        while True:
-            page = self._call("list_objects_v2", place, **arguments)
-            if not page.keys() & _PAGE_PARTS:  # The SDK takes any XML, a web page for instance, for an empty listing.
-                raise StorageError(
-                    f"{uri} cannot be listed.",
-                    f"{self.endpoint} does not answer as an S3 server does.",
-                    "Check the endpoint.",
-                )
-            yield page
-            token = page.get("NextContinuationToken")
-            if not page.get("IsTruncated") or not token:
-                return
-            if token == arguments.get("ContinuationToken"):
-                raise StorageError(
-                    f"{uri} cannot be listed.",
-                    f"{self.endpoint} gives the same page again and again.",
-                    "Check that the endpoint is an S3 server.",
-                )
-            arguments["ContinuationToken"] = token
 
     def _check_root_is_folder(self) -> None:
         """Refuse a uri that names an object, which a listing shows as an empty folder."""
@@ -208,12 +202,15 @@ class S3Store(RootedStore):
                 f"Give the folder that holds it: {self._uri.parent}.",
             )
 
-    def _call(self, operation: str, place: Place, **arguments: Any) -> dict[str, Any]:
+    def _call(self, operation: str, place: Place, /, **arguments: Any) -> dict[str, Any]:
         """Call the SDK; raise our errors; try again where the refusal told how."""
+        arguments["Bucket"] = self._uri.bucket
+        if self._options.request_payer:
+            arguments["RequestPayer"] = _PAYER
         for num_recoveries in range(_MOST_RECOVERIES + 1):
             access = self._current()
             try:
-                answer: dict[str, Any] = getattr(access.client, operation)(Bucket=self._uri.bucket, **arguments)
+                answer: dict[str, Any] = getattr(access.client, operation)(**arguments)
                 return answer
             except SDK_EXCEPTIONS as error:
                 if not is_own_refusal(error):
@@ -225,7 +222,8 @@ class S3Store(RootedStore):
         raise AssertionError("unreachable")
 
     def _sign(self, access: S3Access, path: str, stored: StoredObject) -> tuple[tuple[str, str], ...]:
-        return sign_headers(access.target, path, self._freeze_credentials(access, self._place(stored.key)))
+        headers = {"x-amz-request-payer": _PAYER} if self._options.request_payer else None
+        return sign_headers(access.target, path, self._freeze_credentials(access, self._place(stored.key)), headers)
 
     def _freeze_credentials(self, access: S3Access, place: Place) -> Any:
         try:
@@ -284,3 +282,19 @@ class S3Store(RootedStore):
 
     def _place(self, key: str, version: str | None = None) -> Place:
         return Place(self.uri_of(key), self.endpoint, version, self._options.anonymous)
+
+
+def _check_bucket(uri: Uri) -> None:
+    """Raise `InvalidUri` for buckets behind another protocol than S3's own."""
+    if uri.bucket.endswith("--x-s3"):
+        raise InvalidUri(
+            f"{uri} is in a directory bucket.",
+            "S3 Express One Zone has a sign-in of its own, which is not supported.",
+            "Copy the model into a general purpose bucket.",
+        )
+    if uri.bucket.endswith(("--op-s3", "--ol-s3", ".mrap")):
+        raise InvalidUri(
+            f"{uri} is behind an Outposts, Object Lambda or multi-region access point.",
+            "These have signatures or protocols of their own, which are not supported.",
+            "Use the bucket itself, or an access point in one region.",
+        )

@@ -7,6 +7,7 @@ roles; endpoints, regions, addressing styles, certificate bundles. What it finds
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +23,14 @@ from headrace.storage.certificates import check_ca_file, find_system_ca_file
 from headrace.storage.refusal import Place
 from headrace.storage.sdk_errors import SDK_EXCEPTIONS, explain_sdk_error
 from headrace.storage.signing import S3Target, find_target
+from headrace.storage.uri import arn_region
 
 _FALLBACK_REGION = "us-east-1"
 # The SDK waits up to 20 s before each further attempt, and its commonest reason is an endpoint that is wrong.
 _MOST_SDK_ATTEMPTS = 4
+_REGIONAL_HOST = re.compile(
+    r"(?:^|[.-])s3(?:-accesspoint)?(?:-fips)?[.-](?:dualstack\.)?([a-z]{2,3}(?:-[a-z]+){1,2}-\d)\.(?:vpce\.)?amazonaws\.com(?:\.cn)?$"
+)
 _STYLES = ("auto", "path", "virtual")
 
 
@@ -37,6 +42,10 @@ class S3Options:
     """Send no credentials and look for none: for public buckets."""
     addressing_style: str | None = None
     """``path``, ``virtual`` or ``auto`` (path for endpoints of one's own); None takes ``s3.addressing_style`` of the AWS configuration."""
+    endpoint: str | None = field(default=None, repr=False)
+    """URL of the server; None takes the AWS configuration's, or Amazon's."""
+    request_payer: bool = False
+    """Say with every request that its sender pays for it: for buckets whose readers do."""
     verify_tls: bool = True
     """Check the server's certificate."""
     new_session: Callable[[], Any] = field(default=botocore.session.Session, repr=False)
@@ -46,6 +55,12 @@ class S3Options:
         if self.addressing_style is not None and self.addressing_style not in _STYLES:
             raise InvalidSetting(
                 f"addressing_style is {self.addressing_style!r}.", f"It must be one of {', '.join(_STYLES)}."
+            )
+        if self.anonymous and self.request_payer:
+            raise InvalidSetting(
+                "An anonymous reader cannot pay for requests.",
+                "Amazon asks for credentials where readers pay.",
+                "Set one of s3_anonymous and s3_request_payer, not both.",
             )
 
 
@@ -73,20 +88,33 @@ class S3Access:
 
 
 def connect_s3(bucket: str, options: S3Options, transport: TransportSettings, region: str | None = None) -> S3Access:
-    """Return the access to ``bucket``; without ``region`` in the configured one, or in us-east-1, from which S3 points to the right one.
+    """Return the access to ``bucket``, a name or the ARN of an access point.
+
+    Without ``region`` it is the one that the ARN names, the configured one, the one in the name of Amazon's endpoint (a VPC endpoint, for instance), or us-east-1, from
+    which S3 points to the right one.
 
     Opens no connection of its own; the credential chain may. Raises `InvalidSetting` for an AWS configuration that cannot work and `AccessDenied`
     where the credential chain fails.
     """
     try:
         session = options.new_session()
-        region = region or session.get_config_variable("region") or _FALLBACK_REGION
+        region = arn_region(bucket) or region or session.get_config_variable("region")
+        is_guessed, region = region is None, region or _FALLBACK_REGION
         ca_file = _find_ca_file(session)
-        arguments = {"region_name": region, "verify": ca_file if options.verify_tls else False}
+        verify = ca_file if options.verify_tls else False
+        # For the services that give credentials, too: their clients come from the same session.
+        session.set_config_variable("ca_bundle", verify)
+        arguments = {"region_name": region, "verify": verify}
+        if options.endpoint is not None:
+            arguments["endpoint_url"] = options.endpoint
         client = session.create_client("s3", config=_make_config(options, transport, options.anonymous), **arguments)
         locator = session.create_client("s3", config=_make_config(options, transport, True), **arguments)
         with contextlib.closing(locator):
             target = find_target(_locate(locator, bucket), region)
+        named = _region_in(target.host) if is_guessed else region
+        if named not in (None, region):
+            client.close()
+            return connect_s3(bucket, options, transport, named)
         credentials = None if options.anonymous else session.get_credentials()
     except SDK_EXCEPTIONS as error:
         raise explain_sdk_error(error, Place(f"s3://{bucket}", "the AWS SDK")) from error
@@ -96,6 +124,12 @@ def connect_s3(bucket: str, options: S3Options, transport: TransportSettings, re
 
 class _Located(Exception):
     """Carries a url out of the SDK before anything is sent."""
+
+
+def _region_in(host: str) -> str | None:
+    """Return the region that a host name of Amazon's S3 holds: ``s3.eu-west-1.amazonaws.com``, ``bucket.vpce-0a1b.s3.eu-west-1.vpce.amazonaws.com``."""
+    match = _REGIONAL_HOST.search(host)
+    return match[1] if match else None
 
 
 def _locate(client: Any, bucket: str) -> str:

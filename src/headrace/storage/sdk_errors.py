@@ -20,7 +20,7 @@ SDK_EXCEPTIONS = (
 )
 """Everything that calls of the SDK raise; only such calls stand where these are caught."""
 
-_OWN_OPERATIONS = ("ListObjectsV2", "HeadObject", "GetObject")
+_OWN_OPERATIONS = ("ListObjectsV2", "ListObjects", "ListObjectVersions", "HeadObject", "GetObject")
 _NO_CREDENTIALS = (exceptions.NoCredentialsError, exceptions.NoAuthTokenError)
 _CREDENTIALS = (
     exceptions.PartialCredentialsError,

@@ -6,6 +6,7 @@ and front ends rewrite Accept-Encoding, some of them Range too, and a signature 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -36,9 +37,10 @@ class S3Target:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
-    def encode(self, key: str) -> str:
-        """Return the request target of ``key``: each byte encoded exactly once, all but slashes and RFC 3986's unreserved characters."""
-        return f"{self.path}/{quote(key, safe='/')}"
+    def encode(self, key: str, version_id: str = "") -> str:
+        """Return the request target of ``key``: each byte encoded exactly once, all but slashes and RFC 3986's unreserved characters; with the query for an old version."""
+        query = f"?versionId={quote(version_id, safe='')}" if version_id else ""
+        return f"{self.path}/{quote(key, safe='/')}{query}"
 
 
 def find_target(url: str, region: str) -> S3Target:
@@ -49,11 +51,13 @@ def find_target(url: str, region: str) -> S3Target:
     )
 
 
-def sign_headers(target: S3Target, path: str, credentials: Any) -> tuple[tuple[str, str], ...]:
-    """Return the headers that authorise a GET of ``path`` (already encoded) now, with botocore's frozen ``credentials``.
+def sign_headers(
+    target: S3Target, path: str, credentials: Any, headers: Mapping[str, str] | None = None
+) -> tuple[tuple[str, str], ...]:
+    """Return the headers that authorise a GET of ``path`` (already encoded) now, with botocore's frozen ``credentials``; ``headers`` are signed and among them.
 
     0.06 ms a call (measured 2026-11-29, Python 3.11, botocore 1.44, a session token included).
     """
-    request = AWSRequest(method="GET", url=f"{target.scheme}://{target.authority}{path}")
+    request = AWSRequest(method="GET", url=f"{target.scheme}://{target.authority}{path}", headers=dict(headers or {}))
     S3SigV4Auth(credentials, "s3", target.region).add_auth(request)
     return tuple(request.headers.items())

@@ -5,9 +5,9 @@ A store is rooted at the folder that its uri names. All keys are relative to tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from headrace.errors import HeadraceError
 from headrace.storage.uri import Uri
@@ -15,11 +15,25 @@ from headrace.storage.uri import Uri
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One stored file, pinned: ``version`` is an ETag (with its quotes), a generation, or inode, mtime and size."""
+    """One stored file, pinned: ``version`` is an ETag (with its quotes), a generation, or inode, mtime and size.
+
+    ``version_id`` is what an older version must be asked for by, where that is not ``version`` itself (S3); empty for what is there now. It is a part of how
+    the object is read and not of what it is, so comparisons leave it out.
+    """
 
     key: str
     size_bytes: int
     version: str
+    version_id: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of one key at one moment (seconds since 1970): ``stored`` is what was there from then on, None where it was removed."""
+
+    key: str
+    when_s: float
+    stored: StoredObject | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +143,14 @@ class ObjectStore(Protocol):
 
     def close(self) -> None:
         """Close what listing and small reads hold open. May be called twice."""
+
+
+@runtime_checkable
+class KeepsPast(Protocol):
+    """A store that can show what was there before. Part of `ObjectStore` for those that can."""
+
+    def open_past(self) -> Iterator[ObjectStore]:
+        """Yield the store as it was before, the newest state first, each as a store of its own; a bounded number of them.
+
+        What is there now may be the first. Raises `AccessDenied` where old versions may not be listed, and what listing raises.
+        """

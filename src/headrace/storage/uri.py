@@ -2,6 +2,7 @@
 
     s3://bucket/prefix    gs://bucket/prefix    az://container/prefix    hf://org/name@revision/folder
     https://host/folder   file:///folder        any local path           org/name (where no such path exists)
+    s3://arn:aws:s3:region:account:accesspoint/name/prefix
 
 A container of another account than the configured one is written az://container@account/prefix; abfss:// and wasbs:// uris are read as such ones.
 
@@ -33,6 +34,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/.*)", re.DOTALL)
 _REMOTE = re.compile(rf"(?:{'|'.join((*REMOTE_SCHEMES, *_ALIASES))}):/", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._$-]*")
 _AZURE_PLACE = re.compile(r"([a-z0-9$][a-z0-9-]{0,62})@([a-z0-9]{3,24})((?:\.z\d+)?\.(?:blob|dfs)(?:\.[a-z0-9-]+)+)?")
+_ARN = re.compile(r"arn:(aws[a-z-]*):([a-z0-9-]+):([a-z0-9-]*):(\d*):([^/:]+)(?:([/:])([^/:]*))?(?:/(.*))?", re.DOTALL)
+_ACCESS_POINT = re.compile(r"arn:aws[a-z-]*:s3:([a-z0-9-]+):\d+:accesspoint/[a-z0-9][a-z0-9-]*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(?:@[A-Za-z0-9][A-Za-z0-9._%-]*)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _EXAMPLES = "s3://bucket/folder, https://host/folder or a local path"
@@ -42,8 +45,8 @@ _EXAMPLES = "s3://bucket/folder, https://host/folder or a local path"
 class Uri:
     """One parsed uri.
 
-    ``bucket`` is the bucket or container (``container@account`` where Azure's account is named), ``org/name`` or ``org/name@revision`` for the hub,
-    ``host`` or ``host:port`` for HTTP, empty for files.
+    ``bucket`` is the bucket or container (``container@account`` where Azure's account is named, an access point's ARN in S3), ``org/name`` or
+    ``org/name@revision`` for the hub, ``host`` or ``host:port`` for HTTP, empty for files.
     ``key`` never ends with a slash; for files it is the absolute path, for the others it is relative to the bucket. ``text`` is what the user wrote;
     it is left out of the repr and of comparisons, since an HTTP URL may be a signed one. ``str(uri)`` is the canonical form and holds no query.
     """
@@ -147,14 +150,12 @@ def _after_slashes(rest: str) -> str:
 
 
 def _parse_bucket(scheme: str, rest: str, text: str) -> Uri:
+    if scheme == "s3" and _after_slashes(rest).startswith("arn:"):
+        return _parse_arn(_after_slashes(rest), text)
     bucket, _, key = _after_slashes(rest).partition("/")
     container = "container" if scheme == "az" else "bucket"
     if not bucket:
         raise InvalidUri(f"The uri {scheme}: names no {container}.", mend=f"Write {scheme}://{container}/folder.")
-    if bucket.startswith("arn:"):
-        raise InvalidUri(
-            "An ARN is not a bucket name.", mend="Use the access point's alias as bucket name: s3://alias/folder."
-        )
     place = _AZURE_PLACE.fullmatch(bucket) if scheme == "az" else None
     if place is not None:
         return Uri(scheme, _azure_place(place), _checked_key(key.rstrip("/")), text)
@@ -172,6 +173,30 @@ def _parse_bucket(scheme: str, rest: str, text: str) -> Uri:
             f"Write {scheme}://{container}/folder.",
         )
     return Uri(scheme, bucket, _checked_key(key.rstrip("/")), text)
+
+
+def _parse_arn(rest: str, text: str) -> Uri:
+    """Return the uri of a bucket's or an access point's ARN; what follows it is the key. Source of the forms: Amazon S3 User Guide, "Access points" and "Policy resources"."""
+    match = _ARN.fullmatch(rest)
+    partition, service, region, account, kind, sign, name, key = match.groups() if match else ("",) * 8
+    if service == "s3" and not region and not account and sign != ":" and _BUCKET.fullmatch(kind):
+        # arn:aws:s3:::bucket/prefix; its first part of a key was taken for a name.
+        below = "/".join(part for part in (name, key) if part is not None)
+        return Uri("s3", kind, _checked_key(below.rstrip("/")), text)
+    bucket = f"arn:{partition}:{service}:{region}:{account}:{kind}/{name}"
+    if not _ACCESS_POINT.fullmatch(bucket):
+        raise InvalidUri(
+            f"{rest.partition('/')[0]!r} is not the ARN of a bucket or of an access point in one region.",
+            "Object Lambda, Outposts and multi-region access points have protocols of their own, which are not supported.",
+            "Write s3://arn:aws:s3:region:account:accesspoint/name/folder, or use a bucket or an access point's alias.",
+        )
+    return Uri("s3", bucket, _checked_key((key or "").rstrip("/")), text)
+
+
+def arn_region(bucket: str) -> str | None:
+    """Return the region of an S3 uri's ``bucket`` where it is an access point's ARN; None for a name."""
+    match = _ACCESS_POINT.fullmatch(bucket)
+    return match[1] if match else None
 
 
 def _azure_place(match: re.Match[str]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from headrace.errors import InvalidSetting
 from headrace.settings import Settings
 
+_SOURCE = "the extra config"
 _JSON_KINDS = {bool: "true or false", int: "a whole number"}
 
 
@@ -64,9 +65,9 @@ class ExtraConfig:
     def applied_to(self, settings: Settings) -> Settings:
         """Return ``settings`` with ``concurrency`` as connections and ``memory_limit`` as memory limit, where they are said; ``distributed`` is no setting."""
         if self.concurrency is not None:
-            settings = replace(settings, transport=replace(settings.transport, num_connections=self.concurrency))
+            settings = settings.changed(_SOURCE, num_connections=self.concurrency)
         if self.memory_limit is not None:
-            settings = replace(settings, memory_limit_bytes=self.memory_limit)
+            settings = settings.changed(_SOURCE, memory_limit_bytes=self.memory_limit)
         return settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
 import torch
@@ -59,6 +59,7 @@ class HandOutStream:
         options: StreamOptions,
         progress: LoadProgress,
         owns_checkpoint: bool,
+        sources: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.checkpoint = checkpoint
@@ -72,6 +73,7 @@ class HandOutStream:
         for entry in entries:
             torch_dtype(entry)  # refuse what cannot be represented before the first byte
         self._owns_checkpoint = owns_checkpoint
+        self._sources = sources or {}
         self._clock = clock
         self._lock = threading.Lock()
         self._taken: set[str] = set()
@@ -155,6 +157,7 @@ class HandOutStream:
                 seconds=0.0 if self._started is None else stopped - self._started,
                 phases=dict(self.progress.phases),
                 peak_staging_bytes=self._feed.peak_bytes,
+                settings_from=dict(self._sources),
             )
 
     def _reserve(self, name: str) -> Entry:

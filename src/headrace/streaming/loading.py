@@ -34,14 +34,28 @@ Extra = ExtraConfig | Mapping[str, Any] | str | None
 """What an extra config may be given as; see `parse_extra_config`."""
 
 
-def open(source: Source, *, settings: Settings | None = None, progress: LoadProgress | None = None) -> Checkpoint:
+def open(
+    source: Source,
+    *,
+    snapshot: str | None = None,
+    settings: Settings | None = None,
+    progress: LoadProgress | None = None,
+) -> Checkpoint:
     """Open the checkpoint at ``source``: list it, pin its objects' versions and read every header, but no weight byte.
 
-    Close it after use, or use it as a context manager. Raises `StorageError` and `CheckpointError` of every kind.
+    ``snapshot`` is the id of the snapshot that it must be, as reports and logs show it: `ObjectChanged` where it is neither what is there now nor to be had from old
+    versions that the store keeps. Close it after use, or use it as a context manager. Raises `StorageError` and `CheckpointError` of every kind.
     """
     if isinstance(source, Checkpoint):
+        if snapshot not in (None, source.snapshot.id):
+            raise InvalidSetting(
+                f"The checkpoint that was given is snapshot {source.snapshot.id}, and {snapshot} is asked for.",
+                mend="Open the uri with that snapshot, or leave it out.",
+            )
         return source
-    return open_checkpoint(source, settings=settings or Settings.from_environment(), progress=progress)
+    return open_checkpoint(
+        source, snapshot=snapshot, settings=settings or Settings.from_environment(), progress=progress
+    )
 
 
 def stream(
@@ -53,6 +67,7 @@ def stream(
     on_budget: OnBudget = "promote",
     device: str | torch.device = "cpu",
     raw: bool = False,
+    snapshot: str | None = None,
     load_format: LoadFormat | str = LoadFormat.AUTO,
     extra_config: Extra = None,
     distributed: Distributed = "auto",
@@ -70,7 +85,7 @@ def stream(
 
     ``load_format`` names who moves the bytes: Headrace (``auto``, ``headrace``), Run:ai Model Streamer (``runai_streamer``) or, for local files, the safetensors library
     (``safetensors``); with the latter two every rank reads everything itself. ``extra_config`` (``concurrency``, ``memory_limit``, ``distributed``) takes the place of what
-    ``settings`` say; its ``distributed`` is as the keyword.
+    ``settings`` say; its ``distributed`` is as the keyword. ``snapshot`` is as for `open`.
     """
     load_format, extra = LoadFormat.parse(load_format), parse_extra_config(extra_config)
     settings = extra.applied_to(settings or Settings.from_environment())
@@ -79,7 +94,7 @@ def stream(
 
     def prepare() -> _Opened:
         options = StreamOptions(ownership=ownership, on_budget=on_budget, device=device, raw=raw)
-        checkpoint = open(source, settings=settings, progress=progress)
+        checkpoint = open(source, snapshot=snapshot, settings=settings, progress=progress)
         opened = _Opened(checkpoint, load_format, options, owns_checkpoint=checkpoint is not source)
         try:
             opened.entries = select_entries(checkpoint.entries, include=include, exclude=exclude)
@@ -158,6 +173,7 @@ def load_state_dict(
     include: Wanted = None,
     exclude: Wanted = None,
     device: str | torch.device = "cpu",
+    snapshot: str | None = None,
     load_format: LoadFormat | str = LoadFormat.AUTO,
     extra_config: Extra = None,
     distributed: Distributed = "auto",
@@ -168,7 +184,7 @@ def load_state_dict(
     """Return all tensors of ``source`` by name, in file order, each of which owns its memory.
 
     On the CPU the bytes arrive where they stay: no copy is made. For another ``device`` each tensor is copied there as it arrives, through leased memory (pinned for CUDA):
-    host memory stays within the memory limit, and the largest tensor twice where that is more. ``on_report`` is given the account of the load. ``load_format``, ``extra_config``,
+    host memory stays within the memory limit, and the largest tensor twice where that is more. ``on_report`` is given the account of the load. ``snapshot``, ``load_format``, ``extra_config``,
     ``distributed`` and ``process_group`` are those of `stream`; the first rank alone shows progress. What another library than ours moves may share memory: with
     ``safetensors`` the tensors of one file are parts of its mapping.
     """
@@ -185,6 +201,7 @@ def load_state_dict(
             exclude=exclude,
             ownership=ownership,
             device=target,
+            snapshot=snapshot,
             load_format=load_format,
             extra_config=extra,
             distributed=distributed,

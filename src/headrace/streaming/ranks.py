@@ -179,6 +179,7 @@ class DistributedStream:
             seconds=0.0 if started is None else stopped - started,
             phases=dict(self.progress.phases),
             peak_staging_bytes=self._peak_bytes,
+            settings_from=dict(self.settings.sources),
         )
 
     # -- what the ranks agree on

@@ -37,6 +37,8 @@ class LoadReport:
     num_promotions: int = 0
     """How often memory was allocated beyond the limit because the consumer kept tensors."""
     promoted_bytes: int = 0
+    settings_from: dict[str, str] = field(default_factory=dict)
+    """Setting to the environment variable that its value was read from, or another source than the caller's code; see `headrace.settings.Settings.sources`."""
     knows_requests: bool = True
     """False where another library reads, and does not say how many requests and retries it makes."""
 
@@ -70,6 +72,7 @@ class LoadReport:
             ),
             ("staging", f"{format_bytes(self.peak_staging_bytes)} at most, {self.ownership}{self._promotions()}"),
             ("phases", phases),
+            ("settings", ", ".join(f"{name} from {source}" for name, source in self.settings_from.items())),
         ]
         return [row for row in rows if row[1]]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from headrace.checkpoint import Entry
@@ -49,15 +50,32 @@ class Room(Protocol):
         """Give back what is not in anybody's hands."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Memory that several tensors share, so that together they make one: the experts of a layer, each at its place in a stack."""
+
+    name: str
+    size_bytes: int
+    offsets: Mapping[str, int]
+    """Entry's name → where its bytes begin in the block. Entries may not overlap."""
+
+
 class OwnedRoom:
-    """Each tensor gets memory of its own. The budget bounds what is read ahead: allocated and not yet handed out."""
+    """Each tensor gets memory of its own, or its place in a block. The budget bounds what is read ahead: allocated and not yet handed out.
+
+    A block's memory is mapped as a whole when its first tensor comes, but exists only where bytes have come; so it is counted tensor by tensor.
+    """
 
     num_promotions: int = 0
     promoted_bytes: int = 0
 
-    def __init__(self, memory: Memory, *, limit_bytes: int) -> None:
+    def __init__(self, memory: Memory, *, limit_bytes: int, blocks: Sequence[Block] = ()) -> None:
         self._memory = memory
         self._limit_bytes = limit_bytes
+        self._block_of = {name: block for block in blocks for name in block.offsets}
+        self._blocks = {block.name: block for block in blocks}
+        self._mapped: dict[str, Bytes] = {}
+        self._num_left = {block.name: len(block.offsets) for block in blocks}
         self._staging_bytes = 0
         self._peak_bytes = 0
 
@@ -75,19 +93,40 @@ class OwnedRoom:
         return self.allocate_beyond(entry)
 
     def allocate_beyond(self, entry: Entry) -> Bytes:
-        array = self._memory.allocate(entry.size_bytes)
+        block = self._block_of.get(entry.name)
+        if block is None:
+            array = self._memory.allocate(entry.size_bytes)
+        else:
+            start = block.offsets[entry.name]
+            array = self._map(block)[start : start + entry.size_bytes]
         self._staging_bytes += entry.size_bytes
         self._peak_bytes = max(self._peak_bytes, self._staging_bytes)
         return array
+
+    def block(self, name: str) -> Bytes | None:
+        """Return the memory of a block, None where there is no such block or all its tensors are handed out. Whoever keeps it, or a tensor in it, keeps all of it."""
+        return self._map(self._blocks[name]) if self._num_left.get(name) else None
+
+    def _map(self, block: Block) -> Bytes:
+        found = self._mapped.get(block.name)
+        if found is None:
+            found = self._mapped[block.name] = self._memory.allocate(block.size_bytes)
+        return found
 
     def may_come_back(self, entry: Entry) -> bool:
         return False
 
     def handed_out(self, entry: Entry) -> None:
         self._staging_bytes -= entry.size_bytes
+        block = self._block_of.get(entry.name)
+        if block is not None:
+            self._num_left[block.name] -= 1
+            if not self._num_left[block.name]:
+                self._mapped.pop(block.name, None)
 
     def close(self) -> None:
         self._staging_bytes = 0
+        self._mapped.clear()
 
 
 class LeasedRoom:

@@ -108,12 +108,19 @@ class RunaiStream(HandOutStream):
                 f"They are: {', '.join(_SCHEMES)}.",
                 "Use load_format headrace.",
             )
+        if any(stored.version_id for stored in checkpoint.snapshot.weights):
+            raise InvalidSetting(
+                f"Snapshot {checkpoint.snapshot.id} of {checkpoint.uri} is made of old versions.",
+                "Run:ai Model Streamer reads only what is there now.",
+                "Use load_format headrace.",
+            )
         chosen = tuple(checkpoint.entries.values()) if entries is None else tuple(entries)
         progress = progress or LoadProgress()
+        settings = settings or Settings.from_environment()
         feed = _RunaiFeed(
             checkpoint=checkpoint,
             entries=chosen,
-            settings=settings or Settings.from_environment(),
+            settings=settings,
             progress=progress,
             library=library or import_library(needs_s3=scheme == "s3"),
             environment=environment,
@@ -127,6 +134,7 @@ class RunaiStream(HandOutStream):
             options=options or StreamOptions(),
             progress=progress,
             owns_checkpoint=owns_checkpoint,
+            sources=settings.sources,
             clock=clock,
         )
 

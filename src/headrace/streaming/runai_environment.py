@@ -60,7 +60,7 @@ def start_variables(settings: Settings, environment: Mapping[str, str], *, large
     """
     transport, default = settings.transport, TransportSettings()
     values: dict[str, str | None] = {}
-    if transport.num_connections != default.num_connections or CONCURRENCY not in environment:
+    if _is_said(settings, "num_connections") or CONCURRENCY not in environment:
         values[CONCURRENCY] = str(settings.rank_transport.num_connections)
     limit = settings.memory_limit_bytes
     if limit is None:
@@ -71,9 +71,14 @@ def start_variables(settings: Settings, environment: Mapping[str, str], *, large
         values[MEMORY_LIMIT] = str(limit)
     if transport.total_timeout_s != default.total_timeout_s or _RETRY_S not in environment:
         values[_RETRY_S] = str(max(1, math.ceil(transport.total_timeout_s)))
-    if transport.read_bytes != default.read_bytes:
+    if _is_said(settings, "read_bytes"):
         values["RUNAI_STREAMER_CHUNK_BYTESIZE"] = str(transport.read_bytes)
     return values
+
+
+def _is_said(settings: Settings, name: str) -> bool:
+    """Whether a setting of the transport is another than the default, or was read from a variable, which may be one of that library's own."""
+    return name in settings.sources or getattr(settings.transport, name) != getattr(TransportSettings(), name)
 
 
 def client_variables(

@@ -26,7 +26,7 @@ from headrace.streaming.memory import Bytes, PrivateMemory, available_memory_byt
 from headrace.streaming.pinning import pinning_for
 from headrace.streaming.plan import Plan, PlannedRead, plan_reads
 from headrace.streaming.report import LoadReport
-from headrace.streaming.room import OwnedRoom, Ownership, Room, fitting_reads, leased_room, stream_memory_limit
+from headrace.streaming.room import Block, OwnedRoom, Ownership, Room, fitting_reads, leased_room, stream_memory_limit
 from headrace.streaming.tensors import Destination, mark, torch_dtype
 from headrace.transport import RangeRead, ReaderPool, ReadJob, open_pool
 
@@ -60,6 +60,8 @@ class StreamOptions:
     """Where the consumer will copy tensors to: leases are pinned for a CUDA device. The stream's tensors are on the CPU all the same."""
     raw: bool = False
     """Hand out flat uint8 tensors."""
+    blocks: tuple[Block, ...] = ()
+    """Tensors that share memory, each at its place (owned memory only); `TensorStream.block` gives the whole."""
 
     def __post_init__(self) -> None:
         if self.ownership not in ("owned", "leased"):
@@ -209,6 +211,17 @@ class TensorStream:
         mark(tensor)
         return tensor
 
+    def block(self, name: str) -> torch.Tensor | None:
+        """Return the memory of one of the ``blocks`` that the options name: flat uint8, filled where its tensors have been taken. None where there is no such block.
+
+        To be asked for before the last of its tensors is taken: the stream keeps no reference to it from then on.
+        """
+        with self._changed:
+            if not isinstance(self._room, OwnedRoom) or self._closed:
+                return None
+            array = self._room.block(name)
+            return None if array is None else torch.from_numpy(array)
+
     def close(self) -> None:
         """Stop all reads, wait until every reader has acknowledged, and free what was not handed out. May be called twice, from any thread."""
         with self._changed:
@@ -256,11 +269,12 @@ class TensorStream:
                 peak_staging_bytes=self._room.peak_bytes,
                 num_promotions=self._room.num_promotions,
                 promoted_bytes=self._room.promoted_bytes,
+                settings_from=dict(self.settings.sources),
             )
 
     def _make_room_for(self, entries: Sequence[Entry], limit_bytes: int, available_bytes: int) -> Room:
         if self.options.ownership == "owned":
-            return OwnedRoom(PrivateMemory(), limit_bytes=limit_bytes)
+            return OwnedRoom(PrivateMemory(), limit_bytes=limit_bytes, blocks=self.options.blocks)
         return leased_room(
             entries,
             self.settings,

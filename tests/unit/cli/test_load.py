@@ -49,6 +49,48 @@ def test_failure_prints_no_report(checkpoint_folder: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == ""
 
 
+def test_exactly_one_snapshot_is_taken_or_none(checkpoint_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["load", str(checkpoint_folder), "--no-progress", "--json"], standalone_mode=False)
+    now = json.loads(capsys.readouterr().out)["snapshot_id"]
+    app(["load", str(checkpoint_folder), "--no-progress", "--json", "--snapshot", now], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["snapshot_id"] == now
+    app(["inspect", str(checkpoint_folder), "--json", "--snapshot", now], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["snapshot_id"] == now
+    for command in ("load", "inspect"):
+        with pytest.raises(SystemExit):
+            app([command, str(checkpoint_folder), "--snapshot", "0" * 12], standalone_mode=False)
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert f"Snapshot {now} is there now" in " ".join(said.err.split())
+
+
+def test_the_report_says_which_variables_counted(
+    checkpoint_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNAI_STREAMER_CONCURRENCY", "3")
+    app(["load", str(checkpoint_folder), "--no-progress", "--json"], standalone_mode=False)
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_connections"] == 3
+    assert report["settings_from"] == {"num_connections": "RUNAI_STREAMER_CONCURRENCY"}
+    extra = ["--model-loader-extra-config", '{"concurrency": 5}']
+    app(["load", str(checkpoint_folder), "--no-progress", "--json", *extra], standalone_mode=False)
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_connections"] == 5
+    assert report["settings_from"] == {"num_connections": "the extra config"}
+    app(["load", str(checkpoint_folder), "--no-progress", "--json", "--connections", "2"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["settings_from"] == {}
+
+
+@pytest.mark.parametrize(("text", "rate"), [("100MB", 100_000_000), ("1GiB", 1 << 30), ("2MB/s", 2_000_000), ("0", 0)])
+def test_the_bandwidth_limit_arrives(
+    checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, rate: int
+) -> None:
+    seen: list[LoadOptions] = []
+    monkeypatch.setattr("headrace.cli.load.load", seen.append)
+    app(["load", str(checkpoint_folder), "--bandwidth-limit", text], standalone_mode=False)
+    assert seen[0].settings.transport.bandwidth_bytes_per_s == rate
+
+
 def test_globs_that_leave_nothing_are_an_error(checkpoint_folder: Path) -> None:
     with pytest.raises(InvalidSetting, match="No tensor is left"):
         load(LoadOptions(uri=str(checkpoint_folder), settings=SETTINGS, include=["weight"]))

@@ -69,6 +69,15 @@ def test_every_option_arrives(typed: Any, dash: str) -> None:
     assert (options.host, options.port, options.api_key) == ("0.0.0.0", 1, "k-1_2")
 
 
+def test_snapshot_and_bandwidth_limit_arrive(typed: Any) -> None:
+    options, code, output = typed("s3://b/m", "--snapshot", "0123456789ab", "--bandwidth-limit", "100MB")
+    assert code == 0, output
+    assert options.snapshot == "0123456789ab"
+    assert options.settings.transport.bandwidth_bytes_per_s == 100_000_000
+    options, _, _ = typed("s3://b/m")
+    assert (options.snapshot, options.settings.transport.bandwidth_bytes_per_s) == (None, 0)
+
+
 def test_short_and_other_spellings(typed: Any) -> None:
     options, _, _ = typed("--model", "m", "-q", "fp8", "--tokenizer", "t", "--dtype", "float")
     assert (options.uri, options.quantization, options.tokenizer_path, options.dtype) == ("m", "fp8", "t", "float")
@@ -94,6 +103,7 @@ def test_an_option_of_its_own_wins_over_the_extra_configuration(typed: Any) -> N
         (["--model-loader-extra-config", "[3]"], "is not a JSON object"),
         (["--model-loader-extra-config", "3"], "is not a JSON object"),
         (["--tokenizer-pth", "t"], "No such option"),
+        (["--bandwidth-limit", "fast"], "'fast' is not a size"),
     ],
 )
 def test_what_is_no_value_exits_2(typed: Any, arguments: list[str], said: str) -> None:
@@ -108,6 +118,7 @@ def test_what_is_no_value_exits_2(typed: Any, arguments: list[str], said: str) -
         ({"tokenizer_path": "t", "skip_tokenizer_init": True}, "contradict"),
         ({"tokenizer_path": "nope://x"}, "nope"),
         ({"dtype": "int4"}, "--dtype 'int4'"),
+        ({"snapshot": "0" * 12, "load_format": "dummy"}, "--snapshot cannot be used with --load-format dummy"),
     ],
 )
 def test_what_contradicts_itself_exits_1(

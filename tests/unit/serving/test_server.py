@@ -20,6 +20,7 @@ from headrace.serving.backend import LoadedModel, ModelBackend, make_backend
 from headrace.serving.lifecycle import Lifecycle, LifecycleSettings, Outcome
 from headrace.serving.metrics import Metrics
 from headrace.serving.server import Server, ServerSettings, check_installed, open_port
+from headrace.streaming.report import LoadReport
 
 from .fakes import NAME, PieceTokenizer, ScriptedEngine, serving
 
@@ -72,6 +73,38 @@ def test_ready_only_after_the_weights_and_a_token() -> None:
         assert 'headrace_load_seconds{phase="weights"}' in running.get("/metrics").text
     assert running.outcomes == [Outcome(exit_code=0)]
     assert "listening on http://127.0.0.1:" in running.said[0]
+
+
+def report_of(snapshot_id: str, *, num_files: int = 1) -> LoadReport:
+    sizes: dict[str, Any] = {"num_tensors": 1, "bytes_checkpoint": 8, "bytes_wanted": 8, "bytes_read": 8}
+    counts: dict[str, Any] = {"num_requests": 1, "num_retries": 0, "num_connections": 1, "peak_staging_bytes": 8}
+    return LoadReport(uri="s3://b/m", snapshot_id=snapshot_id, num_files=num_files, seconds=1.0, **sizes, **counts)
+
+
+def loading(report: LoadReport | None) -> Callable[[LoadProgress, Metrics], ModelBackend]:
+    engine = ScriptedEngine(PieceTokenizer())
+
+    def load(progress: LoadProgress, metrics: Metrics) -> ModelBackend:
+        loaded = LoadedModel(model=None, tokenizer=None, name=NAME, report=report)
+        return make_backend(loaded, lambda _: (engine, engine.tokenizer), progress=progress, metrics=metrics)
+
+    return load
+
+
+def test_which_snapshot_answers_is_told() -> None:
+    with serving(load=loading(report_of("0123456789ab"))) as running:
+        gauge = f'headrace_model_snapshot{{model="{NAME}",snapshot="0123456789ab"}} 1.0'
+        assert gauge in running.get("/metrics").text
+        assert running.get("/v1/models").json()["data"][0]["snapshot"] == "0123456789ab"
+        assert running.get(f"/v1/models/{NAME}").json()["snapshot"] == "0123456789ab"
+        assert "snapshot 0123456789ab" in running.get("/ready").json()["report"]["checkpoint"]
+
+
+@pytest.mark.parametrize("report", [None, report_of("none", num_files=0)], ids=["no-report", "random-weights"])
+def test_what_comes_from_no_snapshot_names_none(report: LoadReport | None) -> None:
+    with serving(load=loading(report)) as running:
+        assert "headrace_model_snapshot{" not in running.get("/metrics").text
+        assert running.get("/v1/models").json()["data"][0]["snapshot"] is None
 
 
 @pytest.mark.parametrize("script", [[], ["x"]], ids=["no-token", "an-error"])

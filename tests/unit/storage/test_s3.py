@@ -66,13 +66,6 @@ def test_pages_are_followed_and_keys_decoded_once(open_s3: OpenS3) -> None:
         }
 
 
-def test_the_same_page_again_and_again_ends(open_s3: OpenS3) -> None:
-    with S3Stub(lambda _: listing({"m/a": 1}, token="same")) as stub:
-        with pytest.raises(StorageError, match="same page"):
-            open_s3(endpoint=stub.endpoint).list_level()
-        assert len(stub.asked) == 2
-
-
 def test_the_root_of_a_bucket_has_no_prefix(open_s3: OpenS3) -> None:
     with S3Stub(lambda _: listing({"a": 1}, folders=("m/",))) as stub:
         store = open_s3("s3://bucket", endpoint=stub.endpoint)
@@ -122,6 +115,18 @@ def test_stores_are_not_asked_for_checksums(open_s3: OpenS3) -> None:
         assert store.stat("a") == STORED
         assert store.read_object(STORED) == b"0123456789"
         assert [asked.method for asked in stub.asked] == ["GET", "HEAD", "GET"]
+
+
+def test_checksums_of_a_whole_object_do_not_disturb_the_reading_of_a_piece(open_s3: OpenS3) -> None:
+    """Stores send the object's checksum, which may be one of checksums of parts, with whatever range is asked for."""
+    checksums = {
+        "x-amz-checksum-crc32": "AAAAAA==-3",
+        "x-amz-checksum-sha256": "bm8=",
+        "x-amz-checksum-type": "COMPOSITE",
+    }
+    answer = Answer(206, b"2345", {"ETag": '"v"', "Content-Range": "bytes 2-5/10", **checksums})
+    with S3Stub(lambda _: answer) as stub:
+        assert open_s3(endpoint=stub.endpoint).read_object(STORED, start=2, stop=6) == b"2345"
 
 
 def test_an_empty_root_is_looked_at_twice(open_s3: OpenS3) -> None:

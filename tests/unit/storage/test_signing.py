@@ -13,7 +13,7 @@ from headrace.storage.s3 import S3Store
 from headrace.storage.signing import S3Target, find_target, sign_headers
 
 from .conftest import SECRET_KEY
-from .s3_stub import Answer, Asked, S3Stub, signature_is_right
+from .s3_stub import Answer, Asked, S3Stub, listing, signature_is_right
 
 TARGET = S3Target("http", "127.0.0.1", 8333, "/bucket", "us-east-1")
 
@@ -98,6 +98,30 @@ def test_a_server_finds_the_signature_right(open_s3: Callable[..., S3Store], key
         assert asked.headers["if-match"] == '"v"'
         assert asked.headers["accept-encoding"] == "identity"
         assert store.endpoint == (stub.endpoint + path).rstrip("/")
+
+
+@pytest.mark.parametrize("path", ["", "/", "/base", "/base/", "/base/deeper"])
+def test_a_server_finds_the_signature_of_the_sdks_calls_right(open_s3: Callable[..., S3Store], path: str) -> None:
+    """Listing, looking up and small reads, below an endpoint that ends with a slash or has a path; Accept-Encoding, which front ends rewrite, is not signed."""
+
+    def answer(asked: Asked) -> Answer:
+        signed = asked.headers["authorization"].partition("SignedHeaders=")[2].partition(",")[0].split(";")
+        if not signature_is_right(asked, SECRET_KEY) or "accept-encoding" in signed or "user-agent" in signed:
+            return Answer(403)
+        if asked.path.endswith("/m/a%20b"):
+            return Answer(200, b"0123456789", {"ETag": '"v"'})
+        return listing({"m/a b": 10})
+
+    with S3Stub(answer) as stub:
+        store = open_s3(endpoint=stub.endpoint + path)
+        assert [stored.key for stored in store.list_level().objects] == ["a b"]
+        stored = store.stat("a b")
+        assert store.read_object(stored) == b"0123456789"
+        assert [asked.path for asked in stub.asked] == [
+            f"{path.rstrip('/')}/bucket",
+            f"{path.rstrip('/')}/bucket/m/a%20b",
+            f"{path.rstrip('/')}/bucket/m/a%20b",
+        ]
 
 
 def test_front_ends_may_change_what_is_not_signed(open_s3: Callable[..., S3Store]) -> None:

@@ -77,6 +77,28 @@ def test_the_librarys_own_variables_stay_where_we_say_nothing() -> None:
     assert client["RUNAI_STREAMER_S3_MAX_RETRIES"] == "1"
 
 
+def test_where_both_are_set_ours_win_even_with_the_value_that_is_the_default() -> None:
+    theirs = {
+        "RUNAI_STREAMER_CONCURRENCY": "40",
+        "RUNAI_STREAMER_MEMORY_LIMIT": "77",
+        "RUNAI_STREAMER_CHUNK_BYTESIZE": "5242880",
+    }
+    default = TransportSettings()
+    ours = {
+        "HEADRACE_CONNECTIONS": str(default.num_connections),
+        "HEADRACE_MEMORY_LIMIT": "-1",
+        "HEADRACE_READ_BYTES": str(default.read_bytes),
+    }
+    values = start_variables(Settings.from_environment(theirs | ours), theirs | ours, largest_bytes=1)
+    assert {name: values[name] for name in theirs} == {
+        "RUNAI_STREAMER_CONCURRENCY": str(default.num_connections),
+        "RUNAI_STREAMER_MEMORY_LIMIT": "-1",
+        "RUNAI_STREAMER_CHUNK_BYTESIZE": str(default.read_bytes),
+    }
+    values = start_variables(Settings.from_environment(theirs), theirs, largest_bytes=1)
+    assert {name: values[name] for name in theirs} == theirs
+
+
 def test_local_files_need_no_client() -> None:
     assert client_variables(settings(), {}, None, keys_too=True) == {}
 

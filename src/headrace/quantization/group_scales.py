@@ -1,0 +1,161 @@
+"""Integer codes with a scale, and perhaps a zero point, per row and group of input features: ``value = (code - zero) * scale``, in float32. Knows no storage layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace.quantization.code_blocks import Blocks, WorkAreas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupScales:
+    """Scale and zero point of every value of a weight ``[N, K]`` with ``G`` groups."""
+
+    scale: torch.Tensor
+    """``[N, G]``, any floating type, any strides."""
+    zero: int | torch.Tensor
+    """The code of the value 0: one for the whole weight, or ``[N, G]`` of any type."""
+    bits: int
+    """Codes are in ``[0, 2**bits)``."""
+    group_size: int
+    index: torch.Tensor | None
+    """Group of each input feature, int64 ``[K]``; None where groups of ``group_size`` follow one another and the last one is full."""
+
+    def write(self, blocks: Blocks, out: torch.Tensor) -> None:
+        """Write the values of ``blocks`` into ``out`` (``[N, K]``, floating, any strides), each computed in float32 and rounded once.
+
+        Blocks that do not span all columns hold whole groups, or lie within one.
+        """
+        areas, scale, zero = WorkAreas(out.device), self._spread(self.scale.float()), self._small_zero()
+        if isinstance(zero, torch.Tensor):
+            zero = self._spread(zero)
+        for row, column, codes in blocks:
+            rows, columns = slice(row, row + codes.shape[0]), slice(column, column + codes.shape[1])
+            result = out[rows, columns]
+            if codes.shape != result.shape:
+                codes = codes[: result.shape[0], : result.shape[1]]
+            target = result
+            if out.dtype is not torch.float32:
+                target = areas.take("values", (result.shape[0], result.shape[1]), torch.float32)
+            view = self._view(target)
+            self._center(self._view(codes), self._part(zero, rows, columns), view, areas)
+            view.mul_(self._part(scale, rows, columns))
+            if target is not result:
+                result.copy_(target)
+
+    def nearest(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the codes that come nearest to ``values`` (float32 ``[N, K]``): int16 ``[N, K]``. Under a scale of 0, the code of 0."""
+        everything = slice(0, values.shape[0]), slice(0, values.shape[1])
+        zero = self.zero if isinstance(self.zero, int) else self._part(self._spread(self.zero.float()), *everything)
+        codes = self._view(values) / self._part(self._spread(self.scale.float()), *everything) + zero
+        codes = torch.where(codes.isnan(), zero, codes)
+        return codes.round_().clamp_(0, (1 << self.bits) - 1).to(torch.int16).reshape(values.shape)
+
+    def _small_zero(self) -> int | torch.Tensor:
+        """Return the zero points in a type in which codes less zero points can be computed."""
+        if isinstance(self.zero, int):
+            return self.zero
+        if self.zero.is_floating_point() or self.bits == 8:
+            return self.zero.float()
+        return self.zero.to(torch.uint8)
+
+    def _center(self, codes: torch.Tensor, zero: int | torch.Tensor, target: torch.Tensor, areas: WorkAreas) -> None:
+        """Write ``codes`` less ``zero`` into ``target``."""
+        if isinstance(zero, torch.Tensor) and zero.is_floating_point():
+            target.copy_(codes).sub_(zero)
+            return
+        centered = torch.sub(codes, zero, out=areas.take("centered", tuple(codes.shape), codes.dtype))
+        # Bytes wrap; read as signed ones they are right again, because the difference fits into one.
+        target.copy_(centered.view(torch.int8) if centered.dtype is torch.uint8 else centered)
+
+    def _view(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` of some columns as ``[rows, groups, features]``; where there is an index, as they are."""
+        rows, columns = values.shape
+        return values if self.index is not None else values.view(rows, -1, min(self.group_size, columns))
+
+    def _spread(self, per_group: torch.Tensor) -> torch.Tensor:
+        """Return ``per_group`` (``[N, G]``) as `_part` takes it."""
+        return per_group.unsqueeze(-1) if self.index is None else per_group.contiguous()
+
+    def _part(self, spread: int | torch.Tensor, rows: slice, columns: slice) -> int | torch.Tensor:
+        """Return what some rows and columns have, so that it broadcasts against their `_view`."""
+        if isinstance(spread, int):
+            return spread
+        if self.index is not None:
+            return spread[rows].index_select(1, self.index[columns])
+        if spread.shape[1] == 1:
+            return spread[rows]
+        return spread[rows, columns.start // self.group_size : -(-columns.stop // self.group_size)]
+
+
+def group_scales(
+    *,
+    scale: torch.Tensor,
+    zero: int | torch.Tensor,
+    bits: int,
+    num_columns: int,
+    group_size: int | None,
+    index: torch.Tensor | None = None,
+) -> GroupScales:
+    """Return the scales of a weight with ``num_columns`` input features from its stored parts; without a ``group_size`` there is one group.
+
+    ``index`` is a stored ``g_idx``, see `group_of_columns`.
+    """
+    groups: torch.Tensor | None = None
+    if group_size is None or scale.shape[1] == 1:
+        group_size = num_columns
+    elif index is not None or num_columns % group_size:
+        groups = group_of_columns(index, num_columns=num_columns, group_size=group_size, device=scale.device)
+        if groups.device.type == "cpu" and num_columns % group_size == 0:
+            # Most stored indices are plain. Elsewhere the look would have to wait for the device.
+            plain = group_of_columns(None, num_columns=num_columns, group_size=group_size, device=groups.device)
+            groups = None if torch.equal(groups, plain) else groups
+    return GroupScales(scale=scale.detach(), zero=_single(zero, bits), bits=bits, group_size=group_size, index=groups)
+
+
+def _single(zero: int | torch.Tensor, bits: int) -> int | torch.Tensor:
+    """Return the one zero point that all have, where that is so and can be seen without waiting for a device; subtracting it costs a third."""
+    if isinstance(zero, int) or zero.device.type != "cpu":
+        return zero
+    first = float(zero[0, 0])
+    is_small = first == 128 if bits == 8 else 0 <= first < 64  # so that a difference fits into a signed byte
+    return int(first) if is_small and first.is_integer() and bool((zero == first).all()) else zero
+
+
+def group_of_columns(
+    index: torch.Tensor | None, *, num_columns: int, group_size: int, device: torch.device
+) -> torch.Tensor:
+    """Return the group of each input feature of a weight that has several groups: int64 ``[K]``, on ``device``.
+
+    A stored ``index`` that is zero throughout stands for none, and so does one with a negative entry: compressed-tensors 0.9 marks one that was never written with -1.
+    """
+    plain = torch.arange(num_columns, device=device) // group_size
+    if index is None:
+        return plain
+    is_real = (index.amin() >= 0) & (index.amax() > 0)
+    return torch.where(is_real, index.long()[:num_columns], plain)
+
+
+def cut_groups(
+    columns: tuple[int, int],
+    *,
+    num_columns: int,
+    num_groups: int,
+    group_size: int | None,
+    index: torch.Tensor | None,
+    device: torch.device,
+) -> tuple[slice, torch.Tensor | None]:
+    """Return which groups input features ``[start, stop)`` use, and the index (int32 ``[stop - start]``, on ``device``) that they then need, counted from the first of these groups.
+
+    None where groups of ``group_size`` follow one another from the first feature on. The range is as tight as can be, so an index that is zero throughout comes with one group only.
+    """
+    start, stop = columns
+    if group_size is None or num_groups == 1:
+        return slice(0, 1), None
+    if index is None and start % group_size == 0:
+        return slice(start // group_size, -(-stop // group_size)), None
+    groups = group_of_columns(index, num_columns=num_columns, group_size=group_size, device=device)[start:stop]
+    first, last = int(groups.amin()), int(groups.amax())
+    return slice(first, last + 1), (groups - first).to(torch.int32)
