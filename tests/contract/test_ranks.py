@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.checkpoint import Checkpoint, open_checkpoint
+from headrace.compat.sglang import runai_safetensors_weights_iterator
 from headrace.errors import ObjectNotFound, PlacementError, RankFailed, StreamError
 from headrace.settings import Settings
 from headrace.streaming import DistributedStream
@@ -149,6 +150,20 @@ def load_model_together(rank: int, folder: str) -> Digests:
     return {name: digest(value) for name, value in model.state_dict().items()}
 
 
+def iterate_as_sglang(rank: int, files: list[str], is_distributed: bool) -> tuple[Digests, list[str]]:
+    streams: list[str] = []
+    for kind in (DistributedStream, headrace.TensorStream):
+        original = kind.__init__
+
+        def noted(self: Any, *args: Any, _kind: type = kind, _original: Any = original, **options: Any) -> None:
+            streams.append(_kind.__name__)
+            _original(self, *args, **options)
+
+        kind.__init__ = noted  # type: ignore[method-assign]
+    weights = runai_safetensors_weights_iterator(files, is_distributed, settings=settings_of())
+    return {name: digest(tensor) for name, tensor in weights}, streams
+
+
 def sum_over_ranks(rank: int) -> int:
     value = torch.tensor([rank + 1])
     dist.all_reduce(value)
@@ -266,6 +281,19 @@ def test_a_folder_that_one_rank_does_not_have(ranks: RankProcesses, payload: byt
     outcomes = ranks.run(load_folder, per_rank=folders)
     assert_all_raise(outcomes, failed=2, text="absent", own=lambda error: isinstance(error, ObjectNotFound))
     assert_group_is_in_step(ranks, outcomes)
+
+
+def test_sglangs_iterator_shares_the_reading_where_it_is_asked_to(payload: bytes, tmp_path: Path) -> None:
+    (tmp_path / KEY).write_bytes(payload)
+    expected = {name: digest(tensor) for name, tensor in load(payload).items()}
+    with RankProcesses(2, tmp_path) as ranks:
+        for is_distributed in (True, False):
+            outcomes = ranks.run(iterate_as_sglang, [str(tmp_path / KEY)], is_distributed)
+            for outcome in outcomes:
+                assert outcome.error is None, outcome.error
+                found, streams = outcome.value
+                assert found == expected
+                assert ("DistributedStream" in streams) is is_distributed
 
 
 def test_a_model_is_loaded_together(ranks: RankProcesses, tmp_path: Path) -> None:

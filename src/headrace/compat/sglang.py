@@ -11,7 +11,8 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path
@@ -27,7 +28,9 @@ from headrace.errors import CacheError, InvalidSetting, ObjectNotFound, StoreUna
 from headrace.settings import Settings
 from headrace.storage import ObjectStore, StoredObject, Uri, is_object_uri, open_store, parse_uri
 from headrace.storage.uri import BUCKET_SCHEMES
-from headrace.streaming import LoadProgress, ProgressDisplay, StreamOptions, TensorStream
+from headrace.streaming import DistributedStream, LoadProgress, Lockstep, ProgressDisplay, StreamOptions, TensorStream
+from headrace.streaming.processgroup import find_link
+from headrace.streaming.source import TensorSource
 from headrace.streaming.tensors import mark
 
 __all__ = ["ObjectStorageModel", "is_runai_obj_uri", "list_safetensors", "runai_safetensors_weights_iterator"]
@@ -179,40 +182,78 @@ def runai_safetensors_weights_iterator(
     kept, and the iterator may be put into a list. Kept tensors make the stream allocate more and warn once. For another ``device`` it is a copy there, through leased
     (for CUDA, pinned) memory. Tensor and storage carry ``_headrace_streamed`` and ``_sglang_runai_streamer_tensor``.
 
-    ``is_distributed`` changes nothing: each rank reads what it asks for, within its share of the node's memory and connections. Raises what opening and streaming raise.
-    The end, an error, or closing the iterator ends all reads.
+    With ``is_distributed`` all ranks of the process group that `torch.distributed` was initialised with must call this alike: each reads a share and sends it to the others,
+    and what fails on one fails on all. Without a group, or with a group of one, each reads what it asks for, within its share of the node's memory and connections.
+    Raises what opening and streaming raise. The end, an error, or closing the iterator ends all reads.
     """
     settings = settings or Settings.from_environment()
     progress = LoadProgress()
     target = torch.device(device)
+    shares = is_distributed and torch.distributed.is_available() and torch.distributed.is_initialized()
+    load = _Load(target=target, settings=settings, progress=progress, shares=shares)
     with ProgressDisplay(progress, enabled=settings.progress):
         uris = list(dict.fromkeys(parse_uri(file) for file in hf_weights_files))
         alone = uris
         if len(uris) > 1:
-            with open_checkpoint(_common_folder(uris), settings=settings, progress=progress) as checkpoint:
+            with load.open(_common_folder(uris)) as (checkpoint, lockstep):
                 keys = {checkpoint.store.uri.child(key): key for key in checkpoint.files}
                 alone = [uri for uri in uris if uri not in keys]
                 entries = _entries_by_file(checkpoint, [keys[uri] for uri in uris if uri in keys])
-                yield from _stream(checkpoint, entries, target, settings, progress)
+                yield from load.stream(checkpoint, entries, lockstep)
         for uri in alone:
-            with open_checkpoint(uri, settings=settings, progress=progress) as checkpoint:
-                yield from _stream(checkpoint, list(checkpoint.entries.values()), target, settings, progress)
+            with load.open(uri) as (checkpoint, lockstep):
+                yield from load.stream(checkpoint, list(checkpoint.entries.values()), lockstep)
 
 
-def _stream(
-    checkpoint: Checkpoint, entries: list[Entry], target: torch.device, settings: Settings, progress: LoadProgress
-) -> WeightsIterator:
-    options = StreamOptions(ownership="leased", device=target)
-    stream = TensorStream(checkpoint, entries, options=options, settings=settings, progress=progress)
-    with stream, progress.during("weights"):
-        for name, tensor in stream:
-            if target.type != "cpu":
-                tensor = tensor.to(target)  # waits for the copy: who takes it may read it on another CUDA stream
-            mark(tensor)
-            for marked in (tensor, tensor.untyped_storage()):
-                setattr(marked, SGLANG_STREAMED, True)
-            yield name, tensor
-            del tensor, marked  # else it would be held while the next is awaited
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """How the files of one call are read."""
+
+    target: torch.device
+    settings: Settings
+    progress: LoadProgress
+    shares: bool
+    """Whether the ranks of the process group share the reading."""
+
+    @contextmanager
+    def open(self, uri: Uri) -> Iterator[tuple[Checkpoint, Lockstep | None]]:
+        """Open the checkpoint at ``uri``, on all ranks or on none."""
+
+        def opening() -> Checkpoint:
+            return open_checkpoint(uri, settings=self.settings, progress=self.progress)
+
+        link = find_link(True) if self.shares else None
+        lockstep = Lockstep(link) if link is not None else None
+        if lockstep is None:
+            checkpoint = opening()
+        else:
+            checkpoint = lockstep.do("opening the checkpoint", opening, undo=Checkpoint.close)
+        with checkpoint:
+            yield checkpoint, lockstep
+
+    def stream(self, checkpoint: Checkpoint, entries: list[Entry], lockstep: Lockstep | None) -> WeightsIterator:
+        """Yield the tensors of ``entries``, marked."""
+        options = StreamOptions(ownership="leased", device=self.target)
+        stream: TensorSource
+        if lockstep is None:
+            stream = TensorStream(checkpoint, entries, options=options, settings=self.settings, progress=self.progress)
+        else:
+            stream = DistributedStream(
+                checkpoint, entries, lockstep=lockstep, options=options, settings=self.settings, progress=self.progress
+            )
+        with stream, self.progress.during("weights"):
+            yield from _marked(stream, self.target)
+
+
+def _marked(stream: TensorSource, target: torch.device) -> WeightsIterator:
+    for name, tensor in stream:
+        if target.type != "cpu":
+            tensor = tensor.to(target)  # waits for the copy: who takes it may read it on another CUDA stream
+        mark(tensor)
+        for marked in (tensor, tensor.untyped_storage()):
+            setattr(marked, SGLANG_STREAMED, True)
+        yield name, tensor
+        del tensor, marked  # else it would be held while the next is awaited
 
 
 def _entries_by_file(checkpoint: Checkpoint, files: list[str]) -> list[Entry]:
