@@ -373,8 +373,11 @@ def test_another_quantization_than_the_stored_one_is_refused(fp8: tuple[Path, An
 
 
 @pytest.mark.parametrize("load_format", ["auto", "modelopt"])
-def test_the_modelopt_workflow_is_said_to_be_missing(load_format: str, llama: Path, settings: Settings) -> None:
-    with no_hub_calls(), pytest.raises(InvalidSetting, match="cannot be quantized to modelopt_fp8 while loading yet"):
+def test_the_modelopt_workflow_is_said_to_be_missing(
+    load_format: str, llama: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "modelopt", None)
+    with no_hub_calls(), pytest.raises(MissingDependency, match=r"headrace\[modelopt\]"):
         headrace.load_model(llama, load_format=load_format, quantization="modelopt_fp8", settings=settings)
 
 

@@ -17,10 +17,11 @@ from headrace.engines.quantized import detect_quantization
 from headrace.errors import ModelError, PlacementError, UnsupportedQuantization
 from headrace.quantization import CheckpointQuantization, QuantizedModule, Role
 from headrace.settings import Settings
-from tests.support.quantized import QuantizedCheckpoint, QuantizedCheckpoints, checkpoint_names
+from tests.support.quantized import QuantizedCheckpoint, QuantizedCheckpoints, readable_names
 from tests.support.weight_files import add_tensor, change_tensor, edit_json, read_tensors, remove_tensor
 
-NAMES = checkpoint_names()
+NAMES = readable_names()
+NVFP4 = "modelopt-nvfp4-kvfp8-llama"
 QUIET = Settings.from_environment({}, progress=False)
 
 
@@ -82,9 +83,17 @@ def test_a_part_of_the_wrong_shape_is_named(quantized: QuantizedCheckpoints, nam
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_part_of_the_wrong_dtype_is_named(quantized: QuantizedCheckpoints, name: str, tmp_path: Path) -> None:
-    roles = set(Role) - {Role.SHAPE, Role.GROUP_INDEX, Role.INPUT_ZERO_POINT}  # those may be of this type
+def test_a_scale_of_the_wrong_dtype_is_named(quantized: QuantizedCheckpoints, name: str, tmp_path: Path) -> None:
+    roles = (Role.SCALE, Role.GLOBAL_SCALE, Role.ZERO_POINT, Role.INPUT_SCALE, Role.PRE_SCALE)
     for folder, entry in copies_by_part(quantized[name], tmp_path, roles):
+        change_tensor(folder, entry.name, lambda stored: torch.zeros(stored.shape, dtype=torch.int64))
+        refused(folder, module_of(entry.name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_of_the_wrong_dtype_are_named(quantized: QuantizedCheckpoints, name: str, tmp_path: Path) -> None:
+    """Whole numbers that no layout has are no plain weight either."""
+    for folder, entry in copies_by_part(quantized[name], tmp_path, [Role.CODES]):
         change_tensor(folder, entry.name, lambda stored: torch.zeros(stored.shape, dtype=torch.int64))
         refused(folder, module_of(entry.name))
 
@@ -265,3 +274,25 @@ def test_an_algorithm_that_the_tensors_are_not_is_warned_of(
     assert any(f"says {named}, but the tensors are" in warning for warning in found.warnings)
     # The two files now contradict each other as well.
     assert any("hf_quant_config.json" in warning for warning in found.warnings)
+
+
+@pytest.mark.parametrize("says_so", [False, True], ids=["tensors", "configuration"])
+def test_svdquant_is_refused(quantized: QuantizedCheckpoints, tmp_path: Path, says_so: bool) -> None:
+    """Without its branch the model would answer wrongly."""
+    if NVFP4 not in NAMES:
+        pytest.skip(f"there is no {NVFP4} here")
+    folder = quantized[NVFP4].copied(tmp_path)
+    first = first_module(folder).name
+    if says_so:
+        for file in ("config.json", "hf_quant_config.json"):
+            edit_json(folder / file, lambda content: section_of(content).update(quant_algo="NVFP4_SVD"))
+        refused(folder, "NVFP4_SVD")
+        return
+    for half, shape in (("a", (8, 512)), ("b", (256, 8))):
+        add_tensor(folder, f"{first}.weight_quantizer._svdquant_lora_{half}", torch.ones(shape, dtype=torch.bfloat16))
+    refused(folder, first, "SVDQuant")
+
+
+def section_of(content: dict[str, Any]) -> dict[str, Any]:
+    section: dict[str, Any] = content["quantization" if "quantization" in content else "quantization_config"]
+    return section

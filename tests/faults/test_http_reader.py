@@ -353,6 +353,43 @@ def test_a_refusal_that_waiting_does_not_mend_is_raised_at_once(
     assert fault_server.wait_until_idle()  # The rest of the body was not taken, so the connection is gone.
 
 
+def test_a_reader_says_since_when_nothing_came_but_for_its_own_waits(fault_server: FaultServer) -> None:
+    fault_server.put(KEY, PAYLOAD)
+    fault_server.script(KEY, refuse(503, retry_after="0.25"), Script(delay_s=0.2))
+    silent_from: list[float] = []
+
+    def wait(event: threading.Event, seconds: float) -> bool:
+        silent_from.append(reader.counters.heard_at - time.monotonic())
+        return event.wait(seconds)
+
+    store = StubStore(fault_server)
+    reader = HttpReader(store, QUICK, Surroundings(wait=wait))
+    began = time.monotonic()
+    reader.read(RangeRead(store.stat(KEY), 0, 1000), [memoryview(bytearray(1000))])
+    assert 0.2 < silent_from[0] < 0.26, "it will have been silent from the end of the wait on"
+    assert 0.2 <= reader.counters.longest_silence_s < time.monotonic() - began - 0.2
+    assert began < reader.counters.heard_at <= time.monotonic()
+    reader.close()
+
+
+def test_fetch_asks_a_second_time_where_the_first_answer_stands_still(fault_server: FaultServer) -> None:
+    fault_server.put(KEY, PAYLOAD)
+    fault_server.script(KEY, stall(100))
+    store, patient = StubStore(fault_server), replace(QUICK, hedge_after_s=0.6, idle_timeout_s=20)
+    assert fetch(store, store.stat(KEY), 8, 1000, patient) == PAYLOAD[8:1000]
+    assert [sent.start for sent in fault_server.log] == [8, 8], "the second one begins anew: the first may still go on"
+    assert fault_server.wait_until_idle()
+
+
+def test_fetch_raises_the_error_of_the_read_itself(fault_server: FaultServer) -> None:
+    fault_server.put(KEY, PAYLOAD)
+    store = StubStore(fault_server)
+    stored = store.stat(KEY)
+    fault_server.put(KEY, PAYLOAD[::-1])
+    with pytest.raises(ObjectChanged):
+        fetch(store, stored, 8, 1000, QUICK)
+
+
 def test_expired_credentials_are_fetched_anew_in_the_middle_of_an_object(
     bench: Make, fault_server: FaultServer
 ) -> None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from headrace.errors import Cancelled, ObjectChanged, StoreUnavailable
 from headrace.settings import TransportSettings
 from headrace.transport import PoolCounters, RangeRead, ReaderPool, ReadJob, open_pool
-from tests.support.fault_server import FaultServer, Script, cut, refuse, reset, stall
+from tests.support.fault_server import PLAIN, FaultServer, Script, cut, refuse, reset, stall
 from tests.support.stub_store import StubStore
 
 KEY = "model.safetensors"
@@ -108,7 +108,7 @@ def test_cuts_resets_and_refusals_all_over_the_place(fault_server: FaultServer) 
 
 
 def test_a_stalled_read_at_the_end_is_hedged_and_its_late_bytes_go_nowhere(fault_server: FaultServer) -> None:
-    load = Load(fault_server, replace(QUICK, hedge_after_s=0.2))
+    load = Load(fault_server, replace(QUICK, hedge_after_s=3))
     fault_server.script(KEY, stall(10_000))
     load.submit()
     load.wait_for()
@@ -122,10 +122,34 @@ def test_a_stalled_read_at_the_end_is_hedged_and_its_late_bytes_go_nowhere(fault
     assert fault_server.wait_until_idle()
 
 
+def test_a_stalled_read_is_hedged_although_the_store_had_throttled(fault_server: FaultServer) -> None:
+    load = Load(fault_server, replace(QUICK, hedge_after_s=1, idle_timeout_s=10))
+    fault_server.script(KEY, refuse(503), stall(10_000))
+    load.submit(0, 1)  # Too few for the pace to come back.
+    load.wait_for(2)
+    assert load.memory[: 2 * READ_BYTES] == PAYLOAD[: 2 * READ_BYTES]
+    counters = load.close()
+    assert set(load.ended.values()) == {None}
+    assert counters.num_hedges >= 1
+    assert fault_server.wait_until_idle()
+
+
+def test_a_second_read_that_stalls_as_well_is_replaced(fault_server: FaultServer) -> None:
+    load = Load(fault_server, replace(QUICK, hedge_after_s=1.8, idle_timeout_s=10))
+    fault_server.script(KEY, stall(10_000), PLAIN, PLAIN, PLAIN, stall(7), stall(0))
+    load.submit(0, 1, 2, 3)
+    load.wait_for(4)
+    assert load.memory[: 4 * READ_BYTES] == PAYLOAD[: 4 * READ_BYTES]
+    counters = load.close()
+    assert set(load.ended.values()) == {None}
+    assert counters.num_hedges >= 3
+    assert fault_server.wait_until_idle()
+
+
 def test_a_late_loser_that_sends_other_bytes_cannot_reach_the_tensor(fault_server: FaultServer) -> None:
-    load = Load(fault_server, replace(QUICK, hedge_after_s=0.2))
+    load = Load(fault_server, replace(QUICK, hedge_after_s=2))
     # It sends a right beginning slowly, and then what it should not, for as long as somebody listens.
-    other = Script(drip=(500, 0.02), spoil=lambda body: body[:5000] + b"\xee" * (len(body) - 5000))
+    other = Script(drip=(500, 0.1), spoil=lambda body: body[:5000] + b"\xee" * (len(body) - 5000))
     fault_server.script(KEY, other)
     load.submit()
     load.wait_for()

@@ -99,6 +99,13 @@ class FaultyS3:
         """Return how many reads there were while the server misbehaved, how many met each fault, and how many connections are open."""
         return {name: int(value) for name, value in self._ask("account").items()}
 
+    def wait_until_idle(self, timeout_s: float = 10.0) -> bool:
+        """Wait until the server has seen the end of every connection; say whether it has."""
+        deadline = time.monotonic() + timeout_s
+        while self.account()["open"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.account()["open"]
+
     def _ask(self, what: str) -> dict[str, Any]:
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None

@@ -161,7 +161,20 @@ def _serve(
     quantization: Annotated[
         str | None,
         typer.Option(
-            "--quantization", "-q", metavar="METHOD", help="Insist on this method.", show_default="the checkpoint's"
+            "--quantization",
+            "-q",
+            metavar="METHOD",
+            help="Insist on this method; or quantize a plain local model: modelopt_fp8, modelopt_nvfp4.",
+            show_default="the checkpoint's",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="Texts, one a line, to find the scales of a plain model with.",
+            show_default="a few of our own",
         ),
     ] = None,
     dequantize: Annotated[
@@ -170,6 +183,10 @@ def _serve(
     weight_only: Annotated[
         bool,
         typer.Option("--weight-only", help="Leave inputs, keys and values unrounded where the checkpoint rounds them."),
+    ] = False,
+    language_only: Annotated[
+        bool,
+        typer.Option("--language-only", help="Leave out the encoders of a multimodal model: text in, text out."),
     ] = False,
     dtype: Annotated[str, typer.Option(help="What to compute in: auto, bfloat16, float16, float32.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1.")] = "auto",
@@ -229,8 +246,10 @@ def _serve(
             load_format=wanted_format,
             extra_config=without_keys(extra_config, concurrency=connections, memory_limit=memory_limit),
             quantization=quantization,
+            calibration=calibration,
             dequantize=dequantize,
             weight_only=weight_only,
+            language_only=language_only,
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,

@@ -54,9 +54,13 @@ class ServeOptions:
     extra_config: str | None = None
     """A JSON object; see `headrace.streaming.formats.ExtraConfig`."""
     quantization: str | None = None
+    """The method to insist on, or to quantize a plain model to; None for the checkpoint's."""
+    calibration: Path | None = None
+    """A file of texts, one a line, to find the scales of a plain model with; None for a few of our own."""
     dequantize: bool = False
     weight_only: bool = False
-    """The method to insist on; None for the checkpoint's."""
+    language_only: bool = False
+    """Leave out the encoders of a multimodal model."""
     dtype: str = "auto"
     """A torch dtype's name, or ``auto``: as stored, but on a CPU the faster of that and float32."""
     device: str = "auto"
@@ -212,8 +216,10 @@ def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgre
             checkpoint or source,
             load_format=options.load_format,
             quantization=options.quantization,
+            calibration=options.calibration,
             dequantize=options.dequantize,
             weight_only=options.weight_only,
+            language_only=options.language_only,
             extra_config=options.extra_config,
             trust_remote_code=options.trust_remote_code,
             settings=options.settings,

@@ -22,6 +22,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.utils import logging as transformers_logging
 
 from headrace.checkpoint import Entry
+from headrace.engines.parts_account import MTP, NEEDLESS
 from headrace.engines.placement import Placement
 from headrace.engines.renaming import Renamer
 from headrace.engines.values import Assembly, rehearsed_state_dict
@@ -41,12 +42,17 @@ class PlacingClass:
     The model that comes out is an instance of the class itself; nothing of Transformers is changed.
     """
 
-    def __init__(self, model_class: Any, load: Fill) -> None:
+    def __init__(self, model_class: Any, load: Fill, cut: Callable[[Any], None] | None = None) -> None:
+        """``cut`` takes something out of the meta model, in place, before anything else is done with it."""
         self._model_class = model_class
         self._load = load
+        self._cut = cut
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model_class(*args, **kwargs)
+        model = self._model_class(*args, **kwargs)
+        if self._cut is not None:
+            self._cut(model)
+        return model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model_class, name)
@@ -94,14 +100,17 @@ def synchronous_loading() -> Iterator[None]:
                 transformers_logging.enable_progress_bar()
 
 
+def build_skeleton(model_class: Any, config: Any) -> Any:
+    """Return a model of ``model_class`` on the meta device: names and shapes, no values. ``config`` is left as it is."""
+    with _transformers_lock, torch.device("meta"):
+        return model_class(copy.deepcopy(config))
+
+
 def plan_placement(model: Any, load_config: Any, assemblies: Sequence[Assembly]) -> Placement:
     """Return the placement in ``model`` (on the meta device) of what ``assemblies`` make, by Transformers' own conversion run without bytes."""
     renamer = Renamer(model, load_config.weight_mapping or ())
     homes = _homes(renamer, assemblies)
-    ignorable, extra_layers = _ignored_pattern(model), _extra_layers(model, homes.homeless.values())
-    ignored = {
-        name for name, target in homes.homeless.items() if ignorable.search(target) or _layer_of(target) in extra_layers
-    }
+    ignored = needless_names(model, homes.homeless)
     order: list[Entry] = []
     rehearsal = copy.deepcopy(model)
     values = {
@@ -133,6 +142,25 @@ def plan_placement(model: Any, load_config: Any, assemblies: Sequence[Assembly])
         mismatched=mismatched,
         failed=failed,
     )
+
+
+def needless_names(model: Any, homeless: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``homeless`` (name → what it is renamed to, where no parameter has that) that ``model`` can do without, each with the word for what it is."""
+    ignorable, extra_layers = _ignored_pattern(model), _extra_layers(model, homeless.values())
+    found = {}
+    for name, target in homeless.items():
+        if _layer_of(target) in extra_layers:
+            found[name] = MTP
+        elif ignorable.search(target):
+            found[name] = MTP if _MTP_MODULE.search(target) else NEEDLESS
+    return found
+
+
+def expects_extra_layers(model: Any) -> bool:
+    """Say whether the configuration counts layers for multi-token prediction."""
+    config = model.config.get_text_config(decoder=True)
+    stated = getattr(config, "num_nextn_predict_layers", None)
+    return isinstance(stated, int) and stated > 0
 
 
 def unfilled_names(model: Any) -> list[str]:
@@ -200,6 +228,7 @@ def _extra_layers(model: Any, homeless: Iterable[str]) -> set[int]:
 
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_MTP_MODULE = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
 
 
 def _layer_of(name: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,14 @@ from headrace.engines.placement import list_names
 from headrace.engines.renaming import Renamer, StackSlot
 from headrace.engines.values import Assembly, Expansion, Output, Plain, Stack, StackPiece
 from headrace.errors import UnsupportedQuantization
-from headrace.quantization import CheckpointQuantization, QuantizedModule, Role
+from headrace.quantization import CheckpointQuantization, QuantizedModule, Role, WeightQuantization
 from headrace.quantization.attention import SCALES, KvRounding, install_kv
 from headrace.quantization.linear import QuantizedLinear, ScaledLinear
 from headrace.quantization.stack import PackedStack, install_experts
 from headrace.streaming import torch_dtype
 
+_MOST_IN_A_WORD = 8
+"""Four-bit values that a word of 32 bits holds."""
 _MEND = "Load it with dequantize=True (--dequantize), or use the unquantized form of the model."
 
 
@@ -41,9 +43,9 @@ class Installation:
     """What is found to be odd about expanded weights while they arrive."""
 
     def with_plain(self, entries: Mapping[str, Entry]) -> list[Assembly]:
-        """Return the assemblies, and each entry that no assembly takes by itself, in the order of ``entries``."""
+        """Return the assemblies, and each entry that no assembly takes by itself, under its name in ``entries`` and in their order."""
         taken = {entry.name for assembly in self.assemblies for entry, _ in assembly.pieces} | self.left_out
-        return [*self.assemblies, *(Plain(entry, name) for name, entry in entries.items() if name not in taken)]
+        return [*self.assemblies, *(Plain(entry, name) for name, entry in entries.items() if entry.name not in taken)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,24 @@ def install_packed(
     for path, projections in fused.items():
         _install_fused(model, path, projections, renamer, installation, weight_only=weight_only)
     _install_kv(model, quantization, renamer, installation, weight_only=weight_only)
+    _untie(model)
     return installation
+
+
+def _untie(model: Any) -> None:
+    """Take packed layers out of the ties of ``model``: a head that is stored packed is not the plain embeddings, whatever the configuration says."""
+    ties = model.all_tied_weights_keys
+    kept = {
+        target: origin for target, origin in ties.items() if not any(_is_packed(model, it) for it in (target, origin))
+    }
+    if kept != ties:
+        model.all_tied_weights_keys = kept
+        model._tied_weights_keys = dict(kept)
+        model.config.tie_word_embeddings = False
+
+
+def _is_packed(model: Any, parameter: str) -> bool:
+    return isinstance(model.get_submodule(parameter.rpartition(".")[0]), QuantizedLinear)
 
 
 def expand(model: Any, quantization: CheckpointQuantization, renamer: Renamer, *, dtype: torch.dtype) -> Installation:
@@ -100,7 +119,7 @@ def expand(model: Any, quantization: CheckpointQuantization, renamer: Renamer, *
         is_stacked = module.num_experts is not None
         expansion = Expansion(
             name=module.name if is_stacked else f"{module.name}.weight",
-            weight=module.weight,
+            weight=_trimmed(module, _wanted_shape(renamer, module)),
             entries=module.entries,
             dtype=dtype,
             num_experts=module.num_experts,
@@ -114,6 +133,12 @@ def expand(model: Any, quantization: CheckpointQuantization, renamer: Renamer, *
         installation.left_out |= {entry.name for entry in pair if entry is not None}
     installation.left_out -= {entry.name for assembly in installation.assemblies for entry, _ in assembly.pieces}
     return installation
+
+
+def _wanted_shape(renamer: Renamer, module: QuantizedModule) -> tuple[int, ...]:
+    """Return the shape of the parameter that ``module`` fills by itself; empty where it is none."""
+    target, pattern = renamer(f"{module.name}.weight")
+    return tuple(renamer.wanted[target].shape) if pattern is None and target in renamer.wanted else ()
 
 
 def _scaled_holder(model: Any, module: QuantizedModule, renamer: Renamer) -> str | None:
@@ -155,9 +180,10 @@ def _install_linear(
             f"Its parameter {target} {held}; packed weights go into linear layers and stacks of experts.",
             _MEND,
         )
-    _check_shape(module, (layer.out_features, layer.in_features), path)
+    weight = _trimmed(module, (layer.out_features, layer.in_features))
+    _check_shape(module, weight, (layer.out_features, layer.in_features), path)
     packed = QuantizedLinear(
-        module.weight, has_bias=layer.bias is not None, dtype=dtype, quantize_inputs=not weight_only, device="meta"
+        weight, has_bias=layer.bias is not None, dtype=dtype, quantize_inputs=not weight_only, device="meta"
     )
     _replace(model, path, packed)
     installation.assemblies += [
@@ -188,7 +214,7 @@ def _install_stacks(
                 StackPiece(Plain(item.module.entries[role], item.module.entries[role].name), name, (expert,))
                 for expert, item in by_expert.items()
             ]
-    _install_experts(experts, stacks)
+    _install_experts(experts, path, stacks)
     installation.assemblies.append(Stack(outputs=outputs, stacked=pieces))
 
 
@@ -222,11 +248,14 @@ def _install_fused(
             for role, part in module.weight.parts.items()
         ]
     if stacks:
-        _install_experts(model.get_submodule(path), stacks)
+        _install_experts(model.get_submodule(path), path, stacks)
 
 
-def _install_experts(experts: Any, stacks: Mapping[str, PackedStack]) -> None:
-    install_experts(experts, stacks)
+def _install_experts(experts: Any, path: str, stacks: Mapping[str, PackedStack]) -> None:
+    try:
+        install_experts(experts, stacks)
+    except UnsupportedQuantization as error:
+        raise UnsupportedQuantization(f"{path}: {error.what}", error.why, error.mend) from error
     # Transformers would initialise the parameters that the class has when it is not packed.
     experts._is_hf_initialized = True
 
@@ -343,8 +372,21 @@ def _check_alike(by_expert: Mapping[int, _Stacked], path: str) -> None:
         )
 
 
-def _check_shape(module: QuantizedModule, wanted: tuple[int, int], path: str) -> None:
-    stored = module.weight.shape
+def _trimmed(module: QuantizedModule, wanted: tuple[int, ...]) -> WeightQuantization:
+    """Return how ``module``'s weight is packed, with the columns that the model wants where the last word of each row is padded.
+
+    Only ``weight_shape`` knows how many columns there are then, and that is a tensor that has not been read.
+    """
+    weight = module.weight
+    rows, columns = weight.shape
+    is_padded = len(wanted) == 2 and wanted[0] == rows and wanted[1] < columns < wanted[1] + _MOST_IN_A_WORD
+    if Role.SHAPE not in weight.parts or not is_padded:
+        return weight
+    return replace(weight, shape=(rows, wanted[1]))
+
+
+def _check_shape(module: QuantizedModule, weight: WeightQuantization, wanted: tuple[int, int], path: str) -> None:
+    stored = weight.shape
     if stored != wanted:
         raise UnsupportedQuantization(
             f"{module.name} is stored as {list(stored)}, the model's {path} wants {list(wanted)}.",

@@ -101,6 +101,13 @@ class HeadraceQuantizer(HfQuantizer):  # type: ignore[misc]
             )
         return model
 
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        # Transformers makes every floating parameter trainable; E4M3 codes and scales are not.
+        for module in model.modules():
+            for name in getattr(module, "fixed_names", ()):
+                module.get_parameter(name).requires_grad_(False)
+        return model
+
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
         """Add what brings packed tensors to their places where Transformers reads the files itself; our own reading gives them their places' names."""
         if self.quantization_config.detected is not None:

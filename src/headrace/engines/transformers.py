@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from headrace.checkpoint import Checkpoint, SideFiles
 from headrace.checkpoint.sideopening import open_side_files
+from headrace.engines.calibration import Calibration
 from headrace.engines.options import check_options
 from headrace.engines.routing import LoaderDecision, LoaderRequest, UriKind, choose_loader, route
 from headrace.errors import InvalidSetting, MissingDependency
@@ -28,8 +29,12 @@ try:
     from transformers import AutoProcessor, AutoTokenizer
 
     from headrace.engines.architecture import check_tokenizer, unusable_tokenizer
-    from headrace.engines.construction import ModelWishes, prepare_construction
+    from headrace.engines.collector import collector_paused
+    from headrace.engines.construction import Construction, ModelWishes, prepare_construction
     from headrace.engines.dummy import RandomWeights
+    from headrace.engines.modelopt import Workflow, prepare_workflow, refuse_calibration
+    from headrace.engines.parts import PartWishes
+    from headrace.engines.parts_selection import Stored
     from headrace.engines.quantized import PackingWishes, detect_quantization, read_quantization
     from headrace.engines.weights import Conditions, StreamedWeights, Weights
 except ImportError as error:
@@ -58,6 +63,11 @@ def load_model(
     strict: bool = True,
     dequantize: bool = False,
     weight_only: bool = False,
+    language_only: bool = False,
+    encoder_only: bool = False,
+    layers: range | None = None,
+    experts: Iterable[int] | None = None,
+    calibration: Calibration = None,
     distributed: Distributed = "auto",
     process_group: ProcessGroup | None = None,
     settings: Settings | None = None,
@@ -72,8 +82,14 @@ def load_model(
 
     A quantized checkpoint stays packed, and is computed with as its maker meant it: inputs, keys and values are rounded where the checkpoint says so. With ``weight_only``
     they are not. With ``dequantize`` every packed weight is expanded to ``dtype`` (computed in float32, rounded once) as it arrives, and the model is a plain one.
-    ``quantization`` may name the checkpoint's method, to be sure of it; it is read from the side files. ``revision`` is a hub repository's branch, tag or commit;
-    ``snapshot`` the id of the one snapshot that is wanted (see `headrace.open`). ``extra_config`` takes the place of what ``settings`` say of connections and memory.
+    ``quantization`` may name the checkpoint's method, to be sure of it; it is read from the side files. Of a plain model in a local folder it is what to quantize it to while
+    loading, ``modelopt_fp8`` or ``modelopt_nvfp4``, by NVIDIA ModelOpt's workflow: ``calibration`` is the texts that it finds the scales with, or the path of a file with one in
+    each line; by default a few of our own, which are few. ``revision`` is a hub repository's branch, tag or commit; ``snapshot`` the id of the one snapshot that is wanted
+    (see `headrace.open`). ``extra_config`` takes the place of what ``settings`` say of connections and memory.
+
+    ``language_only`` builds the language model of a multimodal checkpoint, ``encoder_only`` its encoders and projectors; ``layers`` (a range) only these decoder layers, numbered
+    from 0, with the embeddings if layer 0 is among them and the head if the last one is; ``experts`` only these of each layer. What does not belong to the part is not requested,
+    and has to be known to the whole model's class all the same. See docs/guide/multimodal.md.
 
     With a ``process_group`` of `torch.distributed`, or with ``distributed`` True for the one that was initialised, all its ranks must call this alike: each reads a share and
     sends it to the others, and each gets the whole model.
@@ -104,12 +120,14 @@ def load_model(
         trust_remote_code=trust_remote_code,
         options=options,
         packing=PackingWishes(dequantize=dequantize, weight_only=weight_only),
+        part=PartWishes.of(language_only=language_only, encoder_only=encoder_only, layers=layers, experts=experts),
     )
     lockstep = Lockstep(link) if link is not None else None
     load = _ModelLoad(
         request=request,
         wishes=wishes,
         strict=strict,
+        calibration=calibration,
         snapshot=snapshot,
         settings=settings,
         progress=progress,
@@ -117,7 +135,8 @@ def load_model(
     )
     with ProgressDisplay(progress, enabled=settings.progress and (link is None or link.rank == 0)):
         try:
-            result, report = load.run(source)
+            with collector_paused():
+                result, report = load.run(source)
         except BaseException as error:
             if lockstep is not None:
                 lockstep.stop(error)  # the other ranks shall hear of it
@@ -155,6 +174,7 @@ class _ModelLoad:
     """Without the checkpoint's own quantization, which is not known yet."""
     wishes: ModelWishes
     strict: bool
+    calibration: Calibration
     snapshot: str | None
     settings: Settings
     progress: LoadProgress
@@ -192,9 +212,11 @@ class _ModelLoad:
             decision = choose_loader(replace(self.request, stored_quantization=stored))
             logger.info("%s: load format %s, quantization %s", source, decision.load_format, stored or "none")
             detected = self._detected(folder, source, checkpoint)
-            construction = prepare_construction(folder, section, detected, source=source, wishes=self.wishes)
-            expanded = detected if self.wishes.packing.dequantize else None
-            weights = self._weights(decision, source, checkpoint, construction.model_class.__name__, expanded)
+            construction = prepare_construction(
+                folder, section, detected, source=source, wishes=self.wishes, stored=self._stored(checkpoint, decision)
+            )
+            workflow = self._workflow(decision, source, side_files, construction.config)
+            weights = self._weights(decision, source, checkpoint, construction)
         try:
             result = construction.run(weights.values, weights.fill)
             model = result[0] if isinstance(result, tuple) else result
@@ -203,7 +225,24 @@ class _ModelLoad:
             weights.close()
         # The model says where it came from, as it does after loading from a folder.
         model.config.name_or_path = model.name_or_path = source
-        return result, weights.report()
+        if workflow is None:
+            return result, weights.report()
+        workflow.run(model, self.progress)
+        return result, replace(weights.report(), load_format=LoadFormat.MODELOPT)
+
+    def _workflow(self, decision: LoaderDecision, source: str, side_files: SideFiles, config: Any) -> Workflow | None:
+        """Return what quantizes the model once it is loaded, its texts read; None where nothing does."""
+        if decision.load_format is not LoadFormat.MODELOPT:
+            refuse_calibration(self.calibration)
+            return None
+        return prepare_workflow(
+            decision.quantization,
+            self.calibration,
+            source=source,
+            config=config,
+            wishes=self.wishes,
+            load_tokenizer=lambda: load_tokenizer(side_files, trust_remote_code=self.wishes.trust_remote_code),
+        )
 
     def _detected(self, folder: Path, source: str, checkpoint: Checkpoint | None) -> CheckpointQuantization | None:
         """Return what our own readers are to do; None where nothing is packed, or the caller names a quantizer of Transformers."""
@@ -214,20 +253,21 @@ class _ModelLoad:
             logger.warning("%s: %s", source, warning)
         return detected
 
+    def _stored(self, checkpoint: Checkpoint | None, decision: LoaderDecision) -> Stored | None:
+        """Return what a part may be taken from. Other libraries read whole tensors only."""
+        can_slice = decision.load_format in (LoadFormat.HEADRACE, LoadFormat.MODELOPT)
+        return Stored(checkpoint.entries, is_strict=self.strict, can_slice=can_slice) if checkpoint else None
+
     def _weights(
         self,
         decision: LoaderDecision,
         source: str,
         checkpoint: Checkpoint | None,
-        class_name: str,
-        expanded: CheckpointQuantization | None,
+        construction: Construction,
     ) -> Weights:
         if decision.load_format is LoadFormat.MODELOPT:
-            raise InvalidSetting(
-                f"{source} cannot be quantized to {decision.quantization} while loading yet.",
-                "It would be done by NVIDIA ModelOpt's own workflow, which Headrace does not run so far.",
-                "Quantize it with ModelOpt and load what that exports, or leave quantization out.",
-            )
+            # What it starts from is the plain model, streamed as any other.
+            decision = LoaderDecision(load_format=LoadFormat.HEADRACE)
         if decision.load_format is LoadFormat.DUMMY:
             return RandomWeights(source=source, progress=self.progress)
         assert checkpoint is not None
@@ -238,10 +278,11 @@ class _ModelLoad:
             strict=self.strict,
             tolerate_mismatch=bool(self.wishes.options.get("ignore_mismatched_sizes")),
             quantization=decision.quantization,
-            expanded=expanded,
+            expanded=construction.detected if self.wishes.packing.dequantize else None,
             lockstep=self.lockstep,
+            selection=construction.selection,
         )
-        return StreamedWeights(checkpoint, conditions, model_class=class_name)
+        return StreamedWeights(checkpoint, conditions, model_class=construction.model_class.__name__)
 
 
 def _child(source: Source, subfolder: str) -> Source:

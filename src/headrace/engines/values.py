@@ -6,7 +6,7 @@ An `Assembly` turns stored tensors into values under names of a state dict. Most
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -283,6 +283,24 @@ class _Rehearsed:
                 self._note(entry)
         output = self._assembly.outputs[name]
         return torch.empty(output.shape, dtype=output.dtype, device="meta")
+
+
+class StoredValues(Mapping[str, LazyValue]):
+    """Every stored tensor as a value, by its own name; made when it is looked at."""
+
+    def __init__(self, entries: Mapping[str, Entry], take: Take) -> None:
+        self._entries = entries
+        self._take = take
+
+    def __getitem__(self, name: str) -> LazyValue:
+        entry = self._entries[name]
+        return LazyValue(Plain(entry, name).output, lambda: self._take(entry), spelling=entry.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def state_dict(assemblies: Iterable[Assembly], take: Take, block: FindBlock = no_block) -> dict[str, LazyValue]:

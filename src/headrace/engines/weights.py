@@ -11,14 +11,24 @@ from typing import Any, Protocol
 import torch
 
 from headrace.checkpoint import Checkpoint, Entry
-from headrace.engines.conversion import LoadWeights, plan_placement, unfilled_names
+from headrace.engines.collector import collector_running
+from headrace.engines.conversion import (
+    LoadWeights,
+    expects_extra_layers,
+    needless_names,
+    plan_placement,
+    unfilled_names,
+)
 from headrace.engines.installation import Installation, expand, odd_values
 from headrace.engines.packing import check_packing
+from headrace.engines.parts_account import MTP, UNUSED, describe_left_out, left_out_groups
+from headrace.engines.parts_hints import with_hints
+from headrace.engines.parts_selection import Selection
 from headrace.engines.placement import Placement, check_ledger, check_placement
 from headrace.engines.quantizer import HeadraceQuantizer
 from headrace.engines.renaming import Renamer
 from headrace.engines.stacking import stack_experts
-from headrace.engines.values import Assembly, Plain, Stack, state_dict
+from headrace.engines.values import Assembly, Stack, StoredValues, state_dict
 from headrace.errors import PlacementError
 from headrace.progress import LoadProgress
 from headrace.quantization import CheckpointQuantization
@@ -66,6 +76,8 @@ class Conditions:
     """The packed weights that are to be expanded as they arrive; None where there are none, or they stay packed."""
     lockstep: Lockstep | None = None
     """The ranks that share the reading; None where this process reads everything."""
+    selection: Selection | None = None
+    """What a part of the model takes of the checkpoint; None for the whole model."""
 
 
 class StreamedWeights:
@@ -80,8 +92,9 @@ class StreamedWeights:
         self._stream: TensorSource | None = None
         self._placement: Placement | None = None
         self._installation = Installation()
-        stored = [Plain(entry, name) for name, entry in checkpoint.entries.items()]
-        self.values: Mapping[str, Any] = state_dict(stored, self._take)
+        selection = conditions.selection
+        self._entries = checkpoint.entries if selection is None else selection.entries
+        self.values: Mapping[str, Any] = StoredValues(self._entries, self._take)
 
     def fill(self, model: Any, load_config: Any, load_weights: LoadWeights) -> tuple[Any, Any]:
         """Place, check, stream."""
@@ -97,7 +110,7 @@ class StreamedWeights:
             self._stream = self._open(placement, load_config.device_map, wanted)
         values = state_dict(wanted, self._take, self._block)
         gc.collect()  # the rehearsal's model is cyclic
-        with self._progress.during("weights"):
+        with self._progress.during("weights"), collector_running():
             loading_info, offloaded = load_weights(model, values, load_config)
         loading_info.unexpected_keys.update(placement.unexpected)
         return loading_info, offloaded
@@ -129,19 +142,33 @@ class StreamedWeights:
         elif expanded is not None:
             renamer = Renamer(model, load_config.weight_mapping or ())
             self._installation = expand(model, expanded, renamer, dtype=load_config.dtype)
-        installation = self._installation
-        if installation.left_out:
-            logger.info(
-                "%s: %d tensors that this load has no use for are not read", self._source, len(installation.left_out)
-            )
-        return stack_experts(
-            Renamer(model, load_config.weight_mapping or ()), installation.with_plain(self._checkpoint.entries)
-        )
+        renamer = Renamer(model, load_config.weight_mapping or ())
+        return stack_experts(renamer, self._installation.with_plain(self._entries))
 
     def _place(self, model: Any, load_config: Any, assemblies: Sequence[Assembly]) -> Placement:
         placement = plan_placement(model, load_config, assemblies)
         check_packing(model, placement, source=self._source, method=self._conditions.quantization)
-        return self._checked(placement)
+        try:
+            placement = self._checked(placement)
+        except PlacementError as error:
+            raise with_hints(error, placement, model, Renamer(model, load_config.weight_mapping or ())) from error
+        self._log_left_out(model, placement)
+        return placement
+
+    def _log_left_out(self, model: Any, placement: Placement) -> None:
+        """Say in one line what is not asked for, and what is not there."""
+        entries, selection = self._checkpoint.entries, self._conditions.selection
+        groups = dict(selection.groups) if selection is not None else {}
+        groups |= dict.fromkeys(self._installation.left_out, UNUSED)
+        groups |= dict.fromkeys(placement.unexpected, "unexpected")
+        groups |= needless_names(model, {name: name for name in placement.ignored})
+        absent = list(selection.absent) if selection is not None else []
+        if expects_extra_layers(model) and MTP not in groups.values():
+            absent.append(MTP)
+        total_bytes = sum(entry.size_bytes for entry in entries.values())
+        line = describe_left_out(left_out_groups(entries, placement.order, groups), absent, total_bytes=total_bytes)
+        if line is not None:
+            logger.info("%s: %s", self._source, line)
 
     def _open(
         self, placement: Placement, device_map: Mapping[str, Any] | None, assemblies: Sequence[Assembly]
@@ -195,13 +222,6 @@ class StreamedWeights:
             model_class=self._class_name,
             tolerate_mismatch=self._conditions.tolerate_mismatch,
         )
-        if placement.ignored:
-            logger.info(
-                "%s: %d tensors that %s does not need are not read",
-                self._source,
-                len(placement.ignored),
-                self._class_name,
-            )
         return placement
 
 

@@ -27,8 +27,8 @@ _BITS = 4
 _PER_WORD = 8
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MIDDLE = 8
-_TILE_COLUMNS = 256
-"""Input features per block. Blocks are then high enough to read 256 bytes of each stored row at a time."""
+_TILE_COLUMNS = 512
+"""Input features per block. Blocks then have enough rows to read whole cache lines of each stored row, and enough columns to write them."""
 _UNPACKED = (torch.int8, torch.uint8, torch.int16, torch.int32, *FLOATS)
 
 
@@ -82,7 +82,8 @@ class Awq(Scheme):
     ) -> torch.Tensor:
         words = parts[Role.CODES]
         result = result_tensor(shape, dtype, words.device, out)
-        self._scales(parts, shape[1]).write(_word_blocks(words, self.group_size), result)
+        scales = self._scales(parts, shape[1])
+        scales.write(_word_blocks(words, scales.base, self.group_size), result)
         return result
 
     def pack(self, values: torch.Tensor, parts: Parts) -> torch.Tensor:
@@ -136,15 +137,16 @@ class Awq(Scheme):
         return _unpack_rows(stored, WorkAreas(stored.device)).t()
 
 
-def _word_blocks(words: torch.Tensor, group_size: int | None) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield the codes of ``words`` (int32 ``[K, N / 8]``) as the rows of the weight ``[N, K]``, a tile at a time: int16."""
+def _word_blocks(words: torch.Tensor, zero: int, group_size: int | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield the codes of ``words`` (int32 ``[K, N / 8]``) less ``zero`` as the rows of the weight ``[N, K]``, a tile at a time."""
     areas = WorkAreas(words.device)
     width = columns_per_block(words.shape[0], group_size, words.device, about=_TILE_COLUMNS)
     step = rows_per_block(width, words.device, multiple=_PER_WORD) // _PER_WORD
     for start in range(0, words.shape[1], step):
         for first in range(0, words.shape[0], width):
-            tile = words[first : first + width, start : start + step]
-            yield start * _PER_WORD, first, _unpack_rows(tile, areas)
+            codes = _unpack_rows(words[first : first + width, start : start + step], areas)
+            values = areas.take("values", tuple(codes.shape), torch.float32).copy_(codes)
+            yield start * _PER_WORD, first, values.sub_(zero) if zero else values
 
 
 def _unpack_rows(words: torch.Tensor, areas: WorkAreas) -> torch.Tensor:

@@ -28,8 +28,7 @@ def unpack_bits(words: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return octets
     if bits == 4:
-        pairs = torch.empty(octets.shape, dtype=torch.int16, device=octets.device)
-        return split_octets(octets, pairs, torch.empty_like(pairs))
+        return torch.stack((octets & 0x0F, octets >> 4), dim=-1).view(octets.shape[0], -1)
     return _unpack_any(octets, bits)[:, : num_values(words.shape[1], bits)]
 
 
@@ -53,17 +52,6 @@ def without_gaps(words: torch.Tensor) -> torch.Tensor:
     """Return ``words`` (two dimensions) so that they can be viewed as smaller numbers: `Tensor.contiguous` leaves any stride in a dimension of one element."""
     words = words.contiguous()
     return words if words.stride(-1) == 1 else words.clone(memory_format=torch.contiguous_format)
-
-
-def split_octets(octets: torch.Tensor, pairs: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
-    """Return the two halves of every byte, the lower first: uint8 ``[rows, B]`` → ``[rows, 2 * B]``, a view of ``halves``. Both work areas are int16 ``[rows, B]``."""
-    pairs.copy_(octets)
-    torch.bitwise_left_shift(
-        pairs, 4, out=halves
-    )  # bits 8..11 are now the upper half; `pairs` has the lower one at 0..3
-    halves |= pairs
-    halves &= 0x0F0F
-    return halves.view(torch.uint8)
 
 
 def _unpack_any(octets: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Blocks of unsigned codes out of packed words, small enough that what lies between words and results stays in the processor's cache."""
+"""Blocks of codes out of packed words, small enough that what lies between words and results stays in the processor's cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from headrace.quantization.bits import (
     num_values,
     num_words,
     pack_bits,
-    split_octets,
     unpack_bits,
     without_gaps,
 )
+from headrace.quantization.pair_tables import pair_table
 
 _BLOCK_VALUES = 1 << 17
 """Values per block on a CPU: 512 KiB in float32, so that they stay in a core's second-level cache with their codes."""
@@ -25,7 +25,8 @@ _TILE_COLUMNS = 1024
 """Input features per block of a weight that is stored by columns. Blocks are then wide enough to read and write whole cache lines both ways."""
 
 Blocks = Iterable[tuple[int, int, torch.Tensor]]
-"""First row, first column, and codes ``[rows, columns]``, uint8 or int16, which may reach past the weight's last row or column. The next block may overwrite them."""
+"""First row, first column, and codes as float32 ``[rows, columns]``, which may reach past the weight's last row or column. They lie in a work area, without gaps: who takes them may change
+them, and the next block overwrites them."""
 
 
 class WorkAreas:
@@ -70,25 +71,44 @@ def columns_per_block(
     return min(num_columns, max(1, about // unit) * unit)
 
 
-def word_blocks(words: torch.Tensor, bits: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield the codes of ``words`` (int32 ``[N, W]``, packed along the row), some rows at a time."""
-    areas, words = WorkAreas(words.device), without_gaps(words)
+def word_blocks(words: torch.Tensor, bits: int, zero: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield the codes of ``words`` (int32 ``[N, W]``, packed along the row) less ``zero``, some rows at a time."""
+    reader = _WordReader(bits, zero, words.device)
     step = rows_per_block(num_values(words.shape[1], bits), words.device)
     for start in range(0, words.shape[0], step):
-        yield start, 0, _unpack(words[start : start + step], bits, areas)
+        yield start, 0, reader.read(words[start : start + step])
 
 
 def turned_word_blocks(
-    words: torch.Tensor, bits: int, group_size: int | None
+    words: torch.Tensor, bits: int, zero: int, group_size: int | None
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield the codes of ``words`` (int32 ``[W, N]``, packed along the column) as the rows of the weight ``[N, K]``, a tile at a time."""
-    areas = WorkAreas(words.device)
+    """Yield the codes of ``words`` (int32 ``[W, N]``, packed along the column) less ``zero`` as the rows of the weight ``[N, K]``, a tile at a time."""
+    reader, areas = _WordReader(bits, zero, words.device), WorkAreas(words.device)
     columns = columns_per_block(num_values(words.shape[0], bits), group_size, words.device)
     height, step = num_words(columns, bits), rows_per_block(columns, words.device)
     for start in range(0, words.shape[1], step):
         for first in range(0, words.shape[0], height):
             tile = areas.turned("words", words[first : first + height, start : start + step])
-            yield start, num_values(first, bits), _unpack(tile, bits, areas)
+            yield start, num_values(first, bits), reader.read(tile)
+
+
+class _WordReader:
+    """Makes float32 codes of words. Two 4-bit codes at a time are looked up, which takes fewer steps than to cut them out and convert them."""
+
+    def __init__(self, bits: int, zero: int, device: torch.device) -> None:
+        self._bits, self._zero, self._areas = bits, zero, WorkAreas(device)
+        single = torch.arange(16, device=device, dtype=torch.float32) - zero
+        self._pairs = pair_table(single)
+
+    def read(self, words: torch.Tensor) -> torch.Tensor:
+        if self._bits != 4:
+            codes = unpack_bits(words, self._bits)
+            return self._areas.take("codes", tuple(codes.shape), torch.float32).copy_(codes).sub_(self._zero)
+        octets = without_gaps(words).view(torch.uint8)
+        index = self._areas.take("index", tuple(octets.shape), torch.int32).copy_(octets)
+        pairs = self._areas.take("pairs", tuple(octets.shape), torch.int64)
+        torch.index_select(self._pairs, 0, index.view(-1), out=pairs.view(-1))
+        return pairs.view(torch.float32)
 
 
 def slice_words(words: torch.Tensor, bits: int, columns: tuple[int, int]) -> torch.Tensor:
@@ -111,10 +131,3 @@ def result_tensor(
     if tuple(out.shape) != tuple(shape) or out.dtype != dtype:
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, the result {dtype} {tuple(shape)}")
     return out
-
-
-def _unpack(words: torch.Tensor, bits: int, areas: WorkAreas) -> torch.Tensor:
-    if bits != 4:
-        return unpack_bits(words, bits)
-    octets, shape = words.view(torch.uint8), (words.shape[0], 4 * words.shape[1])
-    return split_octets(octets, areas.take("pairs", shape, torch.int16), areas.take("halves", shape, torch.int16))

@@ -55,6 +55,7 @@ METHODS = frozenset(_FAMILIES)
 _INTEGER_METHODS = ("gptq", "awq", "auto-round")
 _INTEGER_HELPERS = frozenset({"scales", "qzeros", "g_idx"})
 """Suffixes that other modules may have for reasons of their own, unless the method is one of `_INTEGER_METHODS`."""
+_PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _HARMLESS = frozenset({"input_scale", "input_global_scale", "activation_scale", "input_zero_point"})
 """What may be left over without a weight being lost."""
 
@@ -158,6 +159,16 @@ class _Reader:
         helpers = [suffix for suffix in parts if suffix not in self._helpers_to_ignore and suffix not in ("weight", "")]
         if "pre_quant_scale" in helpers or (weight is None and name not in entries and self._misses_weight(helpers)):
             raise _without_weight(name, helpers, weight)
+        if (
+            weight is not None
+            and weight.dtype not in _PLAIN_DTYPES
+            and any(role_of(it) is Role.SCALE for it in helpers)
+        ):
+            raise UnsupportedQuantization(
+                f"{weight.name} is {weight.dtype}, and has scales beside it ({list_names(helpers)}).",
+                "No known layout stores codes so, and without the scales they would be taken for plain numbers.",
+                "Take the file from where the model was made.",
+            )
         if helpers:
             self.unused.extend(parts[suffix].name for suffix in helpers)
             names = [parts[suffix].name for suffix in helpers]

@@ -3,8 +3,8 @@
 - NVIDIA ModelOpt 0.47.0 (``export_hf_checkpoint``): ``weight`` E4M3 ``[N, K]`` with ``weight_scale`` float32 ``[]`` per tensor, ``[N]`` per row (``fp8_pc_pt``), or
   ``[ceil(N/128), 1, ceil(K/128), 1]`` per block (``fp8_pb_wo``).
 - compressed-tensors 0.19.0 (``float-quantized``, ``naive-quantized``): ``weight_scale`` in the model's type, ``[1]``, ``[N, 1]``, or per block ``[ceil(N/b0), ceil(K/b1)]``.
-- DeepSeek V3 and what follows its layout (Qwen3, …): ``weight_scale_inv`` ``[ceil(N/128), ceil(K/128)]``, float32 or bfloat16. Despite its name it is a factor. V3.1 on has
-  powers of two there, in float32 or E8M0.
+- DeepSeek V3 and what follows its layout (Qwen3, …): ``weight_scale_inv`` ``[ceil(N/128), ceil(K/128)]``, float32 or bfloat16. Despite its name it is a factor. With
+  ``scale_fmt: ue8m0`` it is a power of two; float8_e8m0fnu is read too.
 
 The codes' own dtype tells their format: E4M3 ("fn") as a rule; E5M2 and the "fnuz" formats are read by the same schemes.
 """

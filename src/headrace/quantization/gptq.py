@@ -29,8 +29,8 @@ from headrace.quantization.group_scales import GroupScales, cut_groups, group_sc
 from headrace.quantization.packed_parts import (
     FLOATS,
     PartCheck,
-    check_index_values,
     columns_of,
+    index_warning,
     require_parameters,
     slice_input_parts,
 )
@@ -93,12 +93,10 @@ class Gptq(Scheme):
         names groups that do not exist.
         """
         index, num_groups = parts.get(Role.GROUP_INDEX), parts[Role.SCALE].shape[0]
-        check_index_values(index, num_groups, f"{module}.g_idx")
-        found = [self._zero_point_warning(self._stored_zero(parts), module)]
-        if index is not None and num_groups > 1 and not bool(index.any()):
-            found.append(
-                f"{module}.g_idx is 0 throughout, but there are {num_groups} groups; groups are taken to follow one another."
-            )
+        found = (
+            self._zero_point_warning(self._stored_zero(parts), module),
+            index_warning(index, num_groups, f"{module}.g_idx"),
+        )
         return " ".join(sentence for sentence in found if sentence) or None
 
     def dequantize(
@@ -111,7 +109,8 @@ class Gptq(Scheme):
     ) -> torch.Tensor:
         words = parts[Role.CODES]
         result = result_tensor(shape, dtype, words.device, out)
-        self._scales(parts, shape[1]).write(turned_word_blocks(words, self.bits, self.group_size), result)
+        scales = self._scales(parts, shape[1])
+        scales.write(turned_word_blocks(words, self.bits, scales.base, self.group_size), result)
         return result
 
     def pack(self, values: torch.Tensor, parts: Parts) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace.quantization.code_blocks import Blocks, WorkAreas
+from headrace.quantization.code_blocks import Blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,71 +23,53 @@ class GroupScales:
     index: torch.Tensor | None
     """Group of each input feature, int64 ``[K]``; None where groups of ``group_size`` follow one another and the last one is full."""
 
+    @property
+    def base(self) -> int:
+        """What blocks of codes for `write` are counted from: the zero point where there is one for the whole weight, else 0."""
+        return self.zero if isinstance(self.zero, int) else 0
+
+    @torch.no_grad()
     def write(self, blocks: Blocks, out: torch.Tensor) -> None:
-        """Write the values of ``blocks`` into ``out`` (``[N, K]``, floating, any strides), each computed in float32 and rounded once.
+        """Write the values of ``blocks`` (codes less `base`) into ``out`` (``[N, K]``, floating, any strides), each computed in float32 and rounded once.
 
         Blocks that do not span all columns hold whole groups, or lie within one.
         """
-        areas, scale, zero = WorkAreas(out.device), self._spread(self.scale.float()), self._small_zero()
-        if isinstance(zero, torch.Tensor):
-            zero = self._spread(zero)
+        scale, zero = self.scale.float(), None if isinstance(self.zero, int) else self.zero
         for row, column, codes in blocks:
-            rows, columns = slice(row, row + codes.shape[0]), slice(column, column + codes.shape[1])
-            result = out[rows, columns]
+            result = out[row : row + codes.shape[0], column : column + codes.shape[1]]
+            if not result.numel():
+                continue
             if codes.shape != result.shape:
                 codes = codes[: result.shape[0], : result.shape[1]]
-            target = result
-            if out.dtype is not torch.float32:
-                target = areas.take("values", (result.shape[0], result.shape[1]), torch.float32)
-            view = self._view(target)
-            self._center(self._view(codes), self._part(zero, rows, columns), view, areas)
-            view.mul_(self._part(scale, rows, columns))
-            if target is not result:
-                result.copy_(target)
+            rows, columns = slice(row, row + result.shape[0]), slice(column, column + result.shape[1])
+            grouped = self.by_group(codes)
+            if zero is not None:
+                grouped.sub_(self.spread(zero[rows].float(), columns))
+            if out.dtype is torch.float32:
+                torch.mul(grouped, self.spread(scale[rows], columns), out=self.by_group(result))
+            else:
+                grouped.mul_(self.spread(scale[rows], columns))
+                result.copy_(codes)
 
     def nearest(self, values: torch.Tensor) -> torch.Tensor:
         """Return the codes that come nearest to ``values`` (float32 ``[N, K]``): int16 ``[N, K]``. Under a scale of 0, the code of 0."""
-        everything = slice(0, values.shape[0]), slice(0, values.shape[1])
-        zero = self.zero if isinstance(self.zero, int) else self._part(self._spread(self.zero.float()), *everything)
-        codes = self._view(values) / self._part(self._spread(self.scale.float()), *everything) + zero
+        zero = self.zero if isinstance(self.zero, int) else self.spread(self.zero.float())
+        codes = self.by_group(values) / self.spread(self.scale.float()) + zero
         codes = torch.where(codes.isnan(), zero, codes)
         return codes.round_().clamp_(0, (1 << self.bits) - 1).to(torch.int16).reshape(values.shape)
 
-    def _small_zero(self) -> int | torch.Tensor:
-        """Return the zero points in a type in which codes less zero points can be computed."""
-        if isinstance(self.zero, int):
-            return self.zero
-        if self.zero.is_floating_point() or self.bits == 8:
-            return self.zero.float()
-        return self.zero.to(torch.uint8)
-
-    def _center(self, codes: torch.Tensor, zero: int | torch.Tensor, target: torch.Tensor, areas: WorkAreas) -> None:
-        """Write ``codes`` less ``zero`` into ``target``."""
-        if isinstance(zero, torch.Tensor) and zero.is_floating_point():
-            target.copy_(codes).sub_(zero)
-            return
-        centered = torch.sub(codes, zero, out=areas.take("centered", tuple(codes.shape), codes.dtype))
-        # Bytes wrap; read as signed ones they are right again, because the difference fits into one.
-        target.copy_(centered.view(torch.int8) if centered.dtype is torch.uint8 else centered)
-
-    def _view(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values`` of some columns as ``[rows, groups, features]``; where there is an index, as they are."""
+    def by_group(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``values`` of some columns as a view ``[rows, groups, features]``; where there is an index, as they are."""
         rows, columns = values.shape
         return values if self.index is not None else values.view(rows, -1, min(self.group_size, columns))
 
-    def _spread(self, per_group: torch.Tensor) -> torch.Tensor:
-        """Return ``per_group`` (``[N, G]``) as `_part` takes it."""
-        return per_group.unsqueeze(-1) if self.index is None else per_group.contiguous()
-
-    def _part(self, spread: int | torch.Tensor, rows: slice, columns: slice) -> int | torch.Tensor:
-        """Return what some rows and columns have, so that it broadcasts against their `_view`."""
-        if isinstance(spread, int):
-            return spread
+    def spread(self, per_group: torch.Tensor, columns: slice = slice(0, None)) -> torch.Tensor:
+        """Return what ``per_group`` (``[rows, G]``) has for some columns, so that it broadcasts against their `by_group`."""
         if self.index is not None:
-            return spread[rows].index_select(1, self.index[columns])
-        if spread.shape[1] == 1:
-            return spread[rows]
-        return spread[rows, columns.start // self.group_size : -(-columns.stop // self.group_size)]
+            return per_group.contiguous().index_select(1, self.index[columns])
+        if columns.stop is not None and per_group.shape[1] > 1:
+            per_group = per_group[:, columns.start // self.group_size : -(-columns.stop // self.group_size)]
+        return per_group.unsqueeze(-1)
 
 
 def group_scales(
@@ -112,16 +94,15 @@ def group_scales(
             # Most stored indices are plain. Elsewhere the look would have to wait for the device.
             plain = group_of_columns(None, num_columns=num_columns, group_size=group_size, device=groups.device)
             groups = None if torch.equal(groups, plain) else groups
-    return GroupScales(scale=scale.detach(), zero=_single(zero, bits), bits=bits, group_size=group_size, index=groups)
+    return GroupScales(scale=scale.detach(), zero=_single(zero), bits=bits, group_size=group_size, index=groups)
 
 
-def _single(zero: int | torch.Tensor, bits: int) -> int | torch.Tensor:
-    """Return the one zero point that all have, where that is so and can be seen without waiting for a device; subtracting it costs a third."""
+def _single(zero: int | torch.Tensor) -> int | torch.Tensor:
+    """Return the one zero point that all have, where that is so and can be seen without waiting for a device: it costs less."""
     if isinstance(zero, int) or zero.device.type != "cpu":
         return zero
     first = float(zero[0, 0])
-    is_small = first == 128 if bits == 8 else 0 <= first < 64  # so that a difference fits into a signed byte
-    return int(first) if is_small and first.is_integer() and bool((zero == first).all()) else zero
+    return int(first) if first.is_integer() and bool((zero == first).all()) else zero
 
 
 def group_of_columns(

@@ -25,8 +25,8 @@ from headrace.quantization.modelopt_int4 import ModeloptInt4
 from headrace.quantization.packed_parts import (
     FLOATS,
     PartCheck,
-    check_index_values,
     columns_of,
+    index_warning,
     require_parameters,
     slice_input_parts,
 )
@@ -88,12 +88,13 @@ class PackedInt(Scheme):
                     f"A weight of that shape fills {[stored[0], num_words(stored[1], self.bits)]} words of {self.bits}-bit values.",
                     "Take both tensors from where the model was made.",
                 )
-        check_index_values(
-            parts.get(Role.GROUP_INDEX), _matrix(parts[Role.SCALE], rows).shape[1], f"{module}.weight_g_idx"
-        )
+        groups = _matrix(parts[Role.SCALE], rows).shape[1]
+        found = [index_warning(parts.get(Role.GROUP_INDEX), groups, f"{module}.weight_g_idx")]
         if self.symmetric and Role.ZERO_POINT in parts and bool((self._zero(parts, rows) != self._bias).any()):
-            return f"{module} is said to be symmetric, but has a weight_zero_point that is not 0; it is subtracted, as the tensors say."
-        return None
+            found.append(
+                f"{module} is said to be symmetric, but has a weight_zero_point that is not 0; it is subtracted, as the tensors say."
+            )
+        return " ".join(sentence for sentence in found if sentence) or None
 
     def dequantize(
         self,
@@ -103,12 +104,16 @@ class PackedInt(Scheme):
         dtype: torch.dtype = torch.float32,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `Scheme.dequantize`; columns past what ``weight_shape`` says are left out, where it is among ``parts``."""
-        if Role.SHAPE in parts:
-            shape = (shape[0], min(shape[1], int(parts[Role.SHAPE][1])))
-        words = parts[Role.CODES]
+        """As `Scheme.dequantize`; columns past what ``weight_shape`` says are left out, where it is among ``parts`` and lies in the memory of the CPU.
+
+        On another device to look at it would have to wait for all work there; ``shape`` then decides.
+        """
+        words, stored = parts[Role.CODES], parts.get(Role.SHAPE)
+        if stored is not None and stored.device.type == "cpu":
+            shape = (shape[0], min(shape[1], int(stored[1])))
         result = result_tensor(shape, dtype, words.device, out)
-        self._scales(parts, shape).write(word_blocks(words, self.bits), result)
+        scales = self._scales(parts, shape)
+        scales.write(word_blocks(words, self.bits, scales.base), result)
         return result
 
     def pack(self, values: torch.Tensor, parts: Parts) -> torch.Tensor:

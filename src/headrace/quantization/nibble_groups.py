@@ -12,7 +12,7 @@ import torch
 
 from headrace.quantization.code_blocks import result_tensor, rows_per_block
 from headrace.quantization.codes import e2m1_values, nearest_e2m1
-from headrace.quantization.pair_tables import as_pairs, as_words, has_pairs, pair_table
+from headrace.quantization.pair_tables import as_pairs, has_pairs, pair_table
 
 _FEWEST = 1 << 14
 """Values from which on a table is worth making."""
@@ -47,31 +47,32 @@ class NibbleWeight:
     def _write(self, result: torch.Tensor) -> None:
         """Write the weight into ``result``, block of rows by block of rows."""
         rows, stored = self.codes.shape[0], 2 * self.codes.shape[1]
-        step = rows_per_block(stored, self.codes.device)
-        has_table = (
+        step = min(rows_per_block(stored, self.codes.device), rows)
+        lookup = _Lookup(self, result.dtype, step) if self._has_table_for(result.dtype) else None
+        if lookup is not None and self.num_columns == stored:
+            pairs = as_pairs(result)
+            if pairs is not None and self.codes.is_contiguous() and self.scales.is_contiguous():
+                lookup.write(self.codes.view(-1), self.scales.view(-1), pairs)
+                return
+        columns = slice(self.column_offset, self.column_offset + self.num_columns)
+        blocks = zip(*(torch.split(one, step) for one in (self.codes, self.scales, result)), strict=True)
+        for codes, scales, target in blocks:
+            if lookup is None:
+                values = self._plain(codes, scales)
+            else:
+                values = torch.empty(len(codes), stored, dtype=result.dtype)
+                pairs = as_pairs(values)
+                assert pairs is not None
+                lookup.write(codes.reshape(-1), scales.reshape(-1), pairs)
+            target.copy_(values[:, columns])
+
+    def _has_table_for(self, dtype: torch.dtype) -> bool:
+        return (
             self.codes.device.type == "cpu"
             and self.codes.numel() >= _FEWEST // 2
             and self.group_size % _SPREAD_CODES == 0
-            and has_pairs(result.dtype)
+            and has_pairs(dtype)
         )
-        lookup = _Lookup(self, result.dtype, min(step, rows)) if has_table else None
-        columns = slice(self.column_offset, self.column_offset + self.num_columns)
-        is_whole = self.num_columns == stored
-        for start in range(0, rows, step):
-            codes, scales = self.codes[start : start + step], self.scales[start : start + step]
-            target = result[start : start + step]
-            if lookup is None:
-                target.copy_(self._plain(codes, scales)[:, columns])
-                continue
-            pairs = as_pairs(target) if is_whole else None
-            if pairs is not None:
-                lookup.write(codes, scales, pairs)
-                continue
-            copied = torch.empty(codes.shape[0], stored, dtype=result.dtype)
-            pairs = as_pairs(copied)
-            assert pairs is not None
-            lookup.write(codes, scales, pairs)
-            target.copy_(copied[:, columns])
 
     def _plain(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Return the values of some rows, those of columns that are not the weight's among them: float32 ``[rows, G * group_size]``."""
@@ -85,31 +86,45 @@ class NibbleWeight:
 
 
 class _Lookup:
-    """Looks up blocks of rows in a table of results. Has working memory for one block."""
+    """Looks up results in a table, so many rows at a time. Has working memory for these."""
 
     def __init__(self, weight: NibbleWeight, dtype: torch.dtype, num_rows: int) -> None:
         # Row by row of the table: a scale byte; in it byte by byte of codes.
         self._results = pair_table((weight.scale_values[:, None] * e2m1_values()).to(dtype)).view(-1)
+        self._groups = num_rows * weight.scales.shape[1]
+        self._bytes_per_group = weight.group_size // 2
         self._repeats = weight.group_size // _SPREAD_CODES
-        num_bytes = num_rows * weight.codes.shape[1]
+        num_bytes = self._groups * self._bytes_per_group
         self._codes = torch.empty(num_bytes, dtype=torch.int16)
         self._index = torch.empty(num_bytes, dtype=torch.int32)
-        self._spread = torch.empty(num_bytes * 2 // _SPREAD_CODES, dtype=torch.complex128)
-        self._scales = torch.empty(num_bytes * 2 // _SPREAD_CODES, dtype=torch.int32)
+        self._spread = torch.empty(self._groups * self._repeats, dtype=torch.complex128)
+        self._scales = torch.empty(self._groups, self._repeats, dtype=torch.int32)
         upper = (torch.arange(256, dtype=torch.int32) << 8).to(torch.int16)
         self._upper = _as_sixteen_bytes(upper[:, None].repeat(1, _SPREAD_CODES // 2).view(-1))
         """For each scale byte, eight numbers of 16 bits that have it as their upper byte: written with one lookup."""
 
     def write(self, codes: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor) -> None:
-        """Write the results for ``codes`` and ``scales`` of some rows to ``pairs`` (integers, two results each)."""
-        numbers = self._codes[: codes.numel()]
-        numbers.copy_(as_words(codes, torch.uint8))
-        units = self._scales[: codes.numel() * 2 // _SPREAD_CODES]
-        units.view(-1, self._repeats).copy_(scales.reshape(-1, 1))
-        spread = torch.index_select(self._upper, 0, units, out=self._spread[: units.numel()])
-        numbers.view(torch.int64).bitwise_or_(torch.view_as_real(spread).view(torch.int64).view(-1))
-        index = self._index[: codes.numel()].copy_(numbers.view(torch.uint16))
-        torch.index_select(self._results, 0, index, out=pairs)
+        """Write the results for ``codes`` and ``scales`` (flat) to ``pairs`` (flat, integers that hold two results each)."""
+        size = self._groups * self._bytes_per_group
+        # Split at once, since each cut and view of a tensor takes as long as some thousand values.
+        blocks = zip(torch.split(codes, size), torch.split(scales, self._groups), torch.split(pairs, size), strict=True)
+        memory = self._codes, self._index, self._spread, self._scales
+        for some, bytes_of_scales, target in blocks:
+            if len(some) < size:
+                count, groups = len(some), len(bytes_of_scales)
+                memory = (
+                    self._codes[:count],
+                    self._index[:count],
+                    self._spread[: groups * self._repeats],
+                    self._scales[:groups],
+                )
+            numbers, index, spread, units = memory
+            numbers.copy_(some)
+            units.copy_(bytes_of_scales.unsqueeze(1))
+            torch.index_select(self._upper, 0, units.view(-1), out=spread)
+            numbers.view(torch.int64).bitwise_or_(torch.view_as_real(spread).view(torch.int64).view(-1))
+            index.copy_(numbers.view(torch.uint16))
+            torch.index_select(self._results, 0, index, out=target)
 
 
 def nearest_nibbles(values: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from headrace.quantization.bits import num_values
 from headrace.quantization.scheme import ROLES_OF_INPUT, Role, Scheme, StoredPart
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 _MEND = "Check that config.json and the tensors belong together: headrace inspect shows both."
 
 
@@ -78,7 +79,8 @@ class PartCheck:
                     f"floating [{num_columns}], one per input feature",
                 )
             else:
-                self.expect(part, part.shape in ((), (1,)), "one number")
+                is_number = part.dtype in FLOATS or (role is Role.INPUT_ZERO_POINT and part.dtype in _INTEGERS)
+                self.expect(part, is_number and part.shape in ((), (1,)), "one floating number")
 
     def _name(self, part: StoredPart) -> str:
         return f"{self.module}.{part.suffix}"
@@ -119,17 +121,23 @@ def require_parameters(
         )
 
 
-def check_index_values(index: torch.Tensor | None, num_groups: int, name: str) -> None:
-    """Raise `UnsupportedQuantization` where ``index``, stored as ``name``, names a group that does not exist."""
+def index_warning(index: torch.Tensor | None, num_groups: int, name: str) -> str | None:
+    """Return a sentence that warns of an ``index``, stored as ``name``, that is 0 throughout beside several groups; None of any other that can be right.
+
+    Raises `UnsupportedQuantization` where it names a group that does not exist. -1 throughout stands for no index (see `group_of_columns`).
+    """
     if index is None or num_groups == 1:
-        return
-    highest = int(index.amax())
-    if highest >= num_groups:
+        return None
+    lowest, highest = int(index.amin()), int(index.amax())
+    if lowest == highest == 0:
+        return f"{name} is 0 throughout, but there are {num_groups} groups; groups are taken to follow one another."
+    if highest >= num_groups or (lowest < 0 and not lowest == highest == -1):
         raise UnsupportedQuantization(
-            f"{name} names group {highest}.",
+            f"{name} names group {highest if highest >= num_groups else lowest}.",
             f"The weight has {num_groups} groups, counted from 0.",
             "Take the tensors of this module from where the model was made.",
         )
+    return None
 
 
 def slice_input_parts(parts: Mapping[Role, torch.Tensor], columns: tuple[int, int]) -> dict[Role, torch.Tensor]:

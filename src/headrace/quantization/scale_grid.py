@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ class ScaleGrid:
     """One number for each block of a weight ``[N, K]``. The last block of a row or column may be cut; of a slice of a weight also the first one."""
 
     values: torch.Tensor
-    """float32 ``[ceil((row_offset + N) / block[0]), ceil((column_offset + K) / block[1])]``, any strides."""
+    """float32 as a rule, ``[ceil((row_offset + N) / block[0]), ceil((column_offset + K) / block[1])]``, any strides."""
     block: tuple[int, int]
     """Rows and columns of a block."""
     row_offset: int = 0
@@ -28,9 +28,14 @@ class ScaleGrid:
         """Whether one number serves the whole weight."""
         return self.values.numel() == 1
 
-    def change(self, target: torch.Tensor, first_row: int, operation: Operation) -> None:
-        """Change ``target`` (float32 ``[rows, K]``, the weight's rows from ``first_row`` on, any strides) in place: each value with the number of its block."""
-        numbers = self._of_rows(first_row, target.shape[0])
+    def of_blocks(self, num_rows: int, step: int) -> Sequence[torch.Tensor]:
+        """Return the numbers for each ``step`` of the weight's ``num_rows`` rows, ``[rows, C]`` or ``[1, C]``: what `change` takes."""
+        if self.block[0] == 1:
+            return torch.split(self.values, step)
+        return [self._of_rows(first, min(step, num_rows - first)) for first in range(0, num_rows, step)]
+
+    def change(self, target: torch.Tensor, numbers: torch.Tensor, operation: Operation) -> None:
+        """Change ``target`` (``[rows, K]``, of the numbers' type, any strides) in place: each value with the number of its block, of those in ``numbers`` (see `of_blocks`)."""
         width, columns = self.block[1], target.shape[1]
         if self.column_offset + columns <= width:
             operation(target, numbers)
@@ -53,10 +58,7 @@ class ScaleGrid:
         )
 
     def _of_rows(self, first_row: int, num_rows: int) -> torch.Tensor:
-        """Return ``[num_rows, C]``, or ``[1, C]`` where one row of blocks serves all."""
         first, height = self.row_offset + first_row, self.block[0]
-        if height == 1:
-            return self.values[first : first + num_rows]
         if first // height == (first + num_rows - 1) // height:
             return self.values[first // height : first // height + 1]
         rows = torch.arange(first, first + num_rows, device=self.values.device) // height

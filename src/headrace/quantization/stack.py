@@ -190,8 +190,10 @@ def _check_sizes(experts: Any, stacks: Mapping[str, PackedStack], ups: tuple[str
     for name, stack in stacks.items():
         found = (stack.num_experts, *stack.quantization.shape)
         if found != (experts.num_experts, *wanted[name]):
-            raise _refusal(
-                experts, f"Its {name} is {_by(experts.num_experts, *wanted[name])}; the checkpoint's is {_by(*found)}."
+            raise UnsupportedQuantization(
+                f"The packed weights do not fit {type(experts).__name__}.",
+                f"Its {name} is {_by(experts.num_experts, *wanted[name])}; the checkpoint's is {_by(*found)}.",
+                "Take config.json from where the model was made.",
             )
 
 

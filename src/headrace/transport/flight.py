@@ -41,9 +41,10 @@ class Flight:
     reader: RangeReader | None = None
     pieces: Sequence[memoryview] | None = None
     second: RangeReader | None = None
-    """The reader that asks for the same bytes once more, while it does."""
-    was_hedged: bool = False
-    """Whether a second reader has been sent: there is never a third."""
+    """The reader that asks for the same bytes once more, while it does. There is one at a time."""
+    second_started: float = 0.0
+    num_hedges: int = 0
+    """How many second readers have been sent: the next one takes the place of one that is silent, too; one that failed has no successor."""
     is_overtaken: bool = False
     """The second reader has everything, and the first is being stopped: whoever sent the second one ends the job."""
     is_stopped: bool = False

@@ -107,6 +107,7 @@ class HttpReader:
         attempts = Attempts(self._settings, self._surroundings.random)
         work = _Work(read, uri, PieceCursor(pieces, read.size_bytes), attempts, self._surroundings.clock())
         self._work = work
+        self._counters.longest_silence_s, self._counters.heard_at = 0.0, work.started
         try:
             while work.cursor.num_left:
                 self._attempt(work)
@@ -128,6 +129,7 @@ class HttpReader:
         self._counters.num_retries += 1
         wait_s = attempts.wait_s(failure.verdict.wait_s if isinstance(failure, Refused) else None)
         work.over = f"no connection (waits for {format_seconds(wait_s)}: {describe(failure)})"
+        self._counters.heard_at = self._surroundings.clock() + wait_s  # The silence until then is our own.
         self._surroundings.wait(self._switch.event, wait_s)
         self._switch.check()
 
@@ -144,7 +146,7 @@ class HttpReader:
         hopeless = work.attempts.are_over
         if isinstance(failure, Refused):
             if failure.status in _THROTTLED and self._pace is not None:
-                self._pace.refused()
+                self._pace.refused(failure.verdict.wait_s)
             if not failure.verdict.retry:
                 raise failure.verdict.error from failure
         elif isinstance(failure, WrongRange):
@@ -197,7 +199,7 @@ class HttpReader:
 
     def _receive(self, work: _Work, answer: Answer, stop: int, patience: Patience) -> None:
         """Receive the body up to byte ``stop`` of the object. This loop is where the time goes: one receive a turn, into final memory."""
-        cursor, counters, on_bytes = work.cursor, self._counters, self._on_bytes
+        cursor, counters, on_bytes, clock = work.cursor, self._counters, self._on_bytes, self._surroundings.clock
         num_left = stop - work.position
         patience.body_begins()
         while num_left:
@@ -206,7 +208,10 @@ class HttpReader:
                 raise CutShort(f"the connection ended {num_left} bytes before the end of the body")
             cursor.advance(num_bytes)
             num_left -= num_bytes
+            now = clock()
             counters.bytes_received += num_bytes
+            counters.longest_silence_s = max(counters.longest_silence_s, now - counters.heard_at)
+            counters.heard_at = now
             if on_bytes is not None:
                 on_bytes(num_bytes)
             if num_left:

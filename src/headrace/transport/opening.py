@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,9 +10,10 @@ from headrace.settings import TransportSettings
 from headrace.storage import ObjectStore, StoredObject
 from headrace.transport.bandwidth import Bandwidth
 from headrace.transport.file import FileReader
+from headrace.transport.flight import ReadJob
 from headrace.transport.http import HttpReader
 from headrace.transport.pace import Pace
-from headrace.transport.pool import ReaderPool, heap_scratch
+from headrace.transport.pool import ReaderPool, private_scratch
 from headrace.transport.reader import RangeRead, RangeReader
 from headrace.transport.surroundings import Surroundings
 
@@ -45,7 +47,7 @@ def open_pool(
     settings: TransportSettings,
     *,
     on_bytes: Callable[[int], None] | None = None,
-    scratch: Callable[[int], memoryview] = heap_scratch,
+    scratch: Callable[[int], memoryview] = private_scratch,
     surroundings: Surroundings | None = None,
 ) -> ReaderPool:
     """Return a pool of readers for ``store``, which must stay open for as long as the pool. Late reads of remote stores are hedged.
@@ -88,15 +90,24 @@ def fetch(
     settings: TransportSettings,
     surroundings: Surroundings | None = None,
 ) -> bytes:
-    """Return bytes ``start`` to ``stop`` (half open) of an object at its pinned version, with the retries of any other read.
+    """Return bytes ``start`` to ``stop`` (half open) of an object at its pinned version, with the retries and the hedge of any other read.
 
     For headers and other small pieces: it connects anew each time. Raises what `RangeReader.read` raises.
     """
     found = bytearray(stop - start)
-    reader = open_reader(store, settings, surroundings)
-    try:
-        if found:
-            reader.read(RangeRead(stored, start, stop), [memoryview(found)])
-    finally:
-        reader.close()
+    if not found:
+        return b""
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def done(error: BaseException | None) -> None:
+        errors.extend([] if error is None else [error])
+        ended.set()
+
+    # Two threads: one for the read, and one that asks again where the first is late.
+    with open_pool(store, replace(settings, num_connections=2), surroundings=surroundings) as pool:
+        pool.submit(ReadJob(RangeRead(stored, start, stop), lambda: [memoryview(found)], done))
+        ended.wait()
+    for error in errors:
+        raise error
     return bytes(found)

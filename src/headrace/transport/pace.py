@@ -20,20 +20,22 @@ class Pace:
         self._hold_s = hold_s
         self._allowed = float(most)
         self._cut_at: float | None = None
+        self._quiet_until = float("-inf")
 
     @property
     def num_allowed(self) -> int:
         return int(self._allowed)
 
     @property
-    def is_reduced(self) -> bool:
-        """Whether the store has throttled lately and the number is still below its most."""
-        return self.num_allowed < self._most
+    def quiet_s(self) -> float:
+        """For how many seconds more the store is not to be asked for anything beyond what is needed; 0 where it has not refused lately."""
+        return max(0.0, self._quiet_until - self._clock())
 
-    def refused(self) -> None:
-        """Note that the store said it is too busy."""
+    def refused(self, wait_s: float | None = None) -> None:
+        """Note that the store said it is too busy, and for how long, if it did."""
         with self._lock:
             now = self._clock()
+            self._quiet_until = max(self._quiet_until, now + max(self._hold_s, wait_s or 0.0))
             if self._cut_at is None or now - self._cut_at >= self._hold_s:
                 self._allowed = max(1.0, self._allowed / 2)
                 self._cut_at = now

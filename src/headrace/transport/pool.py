@@ -7,6 +7,7 @@ scratch memory; if that is sooner, the first reader is stopped, and only when it
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 import time
@@ -26,9 +27,12 @@ CLOSE_TIMEOUT_S = 30.0
 """How long `ReaderPool.close` waits for its threads. All but name look-ups and dead network file systems end at once."""
 
 
-def heap_scratch(num_bytes: int) -> memoryview:
-    """Return fresh memory for a second read, from Python's heap."""
-    return memoryview(bytearray(num_bytes))
+def private_scratch(num_bytes: int) -> memoryview:
+    """Return fresh memory for a second read, which goes back to the system as soon as nobody refers to it.
+
+    A mapping of its own: once some large block was freed, malloc would take the next ones from its arenas and keep what a thread has freed there.
+    """
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class _Seat:
@@ -55,7 +59,7 @@ class ReaderPool:
         settings: TransportSettings,
         *,
         is_hedged: bool = False,
-        scratch: Callable[[int], memoryview] = heap_scratch,
+        scratch: Callable[[int], memoryview] = private_scratch,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,6 +79,7 @@ class ReaderPool:
         self._is_stopping = False
         self._error: BaseException | None = None
         self._num_hedges = 0
+        self._num_second_reads = 0  # Second reads under way.
         self._past = ReadCounters()
 
     # -- for the owner of the jobs
@@ -192,21 +197,29 @@ class ReaderPool:
                     return flight, False
                 late, wait_s = self._find_late()
                 if late is not None:
-                    late.was_hedged = True
+                    if late.second is not None:
+                        late.second.cancel()  # It is as silent as the first.
+                        late.second = None
+                    late.num_hedges += 1
+                    self._num_second_reads += 1
                     self._num_hedges += 1
                     return late, True
                 self._changed.wait(wait_s)
         return None, False
 
     def _find_late(self) -> tuple[Flight | None, float | None]:
-        """Return a read that is late, or else in how many seconds the next one will be, if any."""
-        # A store that throttles is not asked twice, and what waits in the queue comes first.
-        candidates = [one for one in self._flights if one.reader is not None and not one.was_hedged]
-        if self._lateness.is_off or self._queue or self._pace.is_reduced or not candidates:
+        """Return a read that is late, or else in how many seconds to look again; None where something must change before."""
+        # What waits in the queue comes first. A store that throttles is not asked twice while it means it, and not by many at once for as long as it is spared.
+        is_at_pace = (
+            self._num_second_reads > 0 and len(self._flights) + self._num_second_reads >= self._pace.num_allowed
+        )
+        if self._lateness.is_off or self._queue or is_at_pace:
             return None, None
-        eldest = min(candidates, key=lambda one: one.started)
-        wait_s = eldest.started + self._lateness.limit_s - self._clock()
-        return (eldest, None) if wait_s <= 0 else (None, wait_s)
+        quiet_s = self._pace.quiet_s
+        if quiet_s > 0:
+            return None, quiet_s
+        late, wait_s = self._lateness.find_late(self._flights, self._clock())
+        return late, min(wait_s, threading.TIMEOUT_MAX)
 
     # -- one job
 
@@ -217,8 +230,8 @@ class ReaderPool:
         else:
             clear_frames(error)
         with self._changed:
-            if error is None:
-                self._lateness.finished(self._clock() - flight.started)
+            if error is None and flight.reader is not None:
+                self._lateness.finished(self._clock() - flight.started, flight.reader.counters.longest_silence_s)
             flight.is_stopped, flight.error = True, error
             self._flights.remove(flight)
             if not flight.is_overtaken:
@@ -249,13 +262,16 @@ class ReaderPool:
     def _fly_second(self, seat: _Seat, flight: Flight) -> None:
         scratch = self._read_second(seat, flight)
         with self._changed:
-            flight.second = None
-            if scratch is not None and not flight.is_stopped and flight.reader is not None:
+            self._num_second_reads -= 1
+            is_replaced = flight.second is None or flight.second is not seat.reader
+            flight.second = flight.second if is_replaced else None
+            overtakes = scratch is not None and not is_replaced and not flight.is_stopped
+            if overtakes and flight.reader is not None:
                 flight.is_overtaken = True
                 flight.reader.cancel()
                 while not flight.is_stopped:
                     self._changed.wait()
-        if scratch is None or not flight.is_overtaken:
+        if scratch is None or not overtakes:
             self._vacate(seat)  # It failed, or came too late and may have been stopped.
             return
         error = flight.error
@@ -273,7 +289,7 @@ class ReaderPool:
             with self._changed:
                 if self._is_stopping or flight.is_stopped:
                     return None
-                flight.second = reader
+                flight.second, flight.second_started = reader, self._clock()
             reader.read(flight.job.read, [scratch])
         except BaseException:  # noqa: BLE001
             return None

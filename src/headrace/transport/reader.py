@@ -33,6 +33,10 @@ class ReadCounters:
     num_requests: int = 0
     num_retries: int = 0
     bytes_received: int = 0
+    heard_at: float = 0.0
+    """When the last byte came or the last attempt began, by the reader's clock; where it waits before an attempt, when it will begin."""
+    longest_silence_s: float = 0.0
+    """Longest time without a byte in the read in progress, or in the last one."""
 
 
 class RangeReader(Protocol):

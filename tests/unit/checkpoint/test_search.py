@@ -118,7 +118,10 @@ def test_each_version_of_the_index_is_read_once(tmp_path: Path) -> None:
     store.put(**{INDEX.replace(".", "__"): index(a="x.safetensors") + b" "})
     opened(tmp_path, store, first)
     # Twice what was there now, once the old one; the newer of the old versions is what is there now.
-    assert {key: number for key, number in store.reads.items() if key.startswith(INDEX)} == {INDEX: 2, f"{INDEX}@id1": 1}
+    assert {key: number for key, number in store.reads.items() if key.startswith(INDEX)} == {
+        INDEX: 2,
+        f"{INDEX}@id1": 1,
+    }
 
 
 def test_a_state_in_the_middle_of_an_upload_is_passed_over(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_values_do_not_depend_on_blocks(block_values: int, tile: int, monkeypatc
     assert_stands_for(Awq(group_size=32), awq_parts(weight), weight.values())
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), group_size=st.sampled_from([None, 5, 16, 80]), zero_points=st.booleans())
 def test_slices(data: st.DataObject, group_size: int | None, zero_points: bool) -> None:
     weight = integer_weight(24, 80, group_size=group_size, symmetric=not zero_points)

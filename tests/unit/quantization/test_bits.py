@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.packed_integers import words_of
 
-from headrace.quantization.bits import num_values, num_words, pack_bits, split_octets, unpack_bits
+from headrace.quantization.bits import num_values, num_words, pack_bits, unpack_bits
 
 BITS = range(1, 9)
 
@@ -60,11 +60,3 @@ def test_words_that_lie_apart_are_read_right(bits: int) -> None:
 def test_all_words_come_back(bits: int) -> None:
     words = torch.randint(-(2**31), 2**31 - 1, (3, 3 * bits), dtype=torch.int32)
     assert pack_bits(unpack_bits(words, bits), bits).equal(words)
-
-
-def test_every_byte_is_split_into_its_halves() -> None:
-    octets = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    areas = [torch.empty(16, 16, dtype=torch.int16) for _ in range(2)]
-    halves = split_octets(octets, *areas)
-    assert halves.tolist() == [[half for octet in row for half in (octet & 15, octet >> 4)] for row in octets.tolist()]
-    assert halves.data_ptr() == areas[1].data_ptr()

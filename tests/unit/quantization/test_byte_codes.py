@@ -71,13 +71,29 @@ def test_all_codes_under_many_scales_by_row(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, result: torch.dtype, with_nan: bool
 ) -> None:
     monkeypatch.setattr(byte_codes, "_FEWEST", 1)
-    if dtype in byte_codes._WIDENINGS and not (with_nan and "e4m3" in str(dtype)):
-        monkeypatch.setattr(byte_codes, "_to_float32", None)  # The slow way is not to be taken.
+    is_widened = dtype in byte_codes._WIDENINGS and result is not torch.float64
+    if is_widened and not (with_nan and "e4m3" in str(dtype)):
+        monkeypatch.setattr(ByteWeight, "_convert", None)  # The slow way is not to be taken.
     row = all_codes(dtype, with_nan=with_nan)
     factors = torch.tensor(scales())[:, None]
+    assert bool((factors.view(torch.int32) & 0xFFFF).any())
     codes = row.expand(len(factors), -1)
     weight = ByteWeight(codes=codes, scales=ScaleGrid(values=factors, block=(1, row.numel())))
     assert_same(weight.dequantize(result, None), expected(codes, factors, result))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)
+@pytest.mark.parametrize("width", [32, 48])
+def test_scales_that_are_bfloat16_numbers_multiply_in_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int
+) -> None:
+    monkeypatch.setattr(byte_codes, "_FEWEST", 1)
+    monkeypatch.setattr(ByteWeight, "_widen", None)
+    numbers = torch.tensor([*scales(), *HUGE]).to(torch.bfloat16).to(torch.float32)[:, None]
+    codes = all_codes(dtype).expand(len(numbers), -1)
+    grid = ScaleGrid(values=numbers.expand(-1, -(-256 // width)), block=(1, width))
+    found = ByteWeight(codes=codes, scales=grid).dequantize(torch.bfloat16, None)
+    assert_same(found, expected(codes, numbers, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
@@ -127,12 +143,14 @@ def test_zero_points_are_subtracted_before_the_scale(monkeypatch: pytest.MonkeyP
 def test_any_sizes_blocks_and_memory(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 23)), data.draw(st.integers(1, 41))
     dtype, result = data.draw(st.sampled_from(CODES)), data.draw(st.sampled_from(RESULTS))
-    block = data.draw(st.sampled_from([(rows + 7, columns + 50), (1, columns), (4, 8), (5, 7), (1, 16), (30, 3)]))
+    block = data.draw(
+        st.sampled_from([(rows + 7, columns + 50), (1, columns), (4, 8), (5, 7), (1, 16), (30, 3), (3, 32)])
+    )
     offset = (data.draw(st.integers(0, block[0] - 1)), data.draw(st.integers(0, block[1] - 1)))
     torch.manual_seed(data.draw(st.integers(0, 99)))
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8).view(dtype)
     grid = [-(-(offset[axis] + size) // block[axis]) for axis, size in enumerate((rows, columns))]
-    numbers = torch.randn(grid)
+    numbers = torch.randn(grid).to(data.draw(st.sampled_from([torch.float32, torch.bfloat16]))).to(torch.float32)
     factors = numbers.repeat_interleave(block[0], 0)[offset[0] :][:rows]
     factors = factors.repeat_interleave(block[1], 1)[:, offset[1] :][:, :columns]
     weight = ByteWeight(

@@ -30,9 +30,10 @@ def words(rows: int, columns: int) -> torch.Tensor:
 
 def put_together(blocks: Blocks, rows: int, columns: int) -> torch.Tensor:
     """Return the codes of all blocks, after checking that each value came once."""
-    whole, seen = torch.zeros(rows, columns, dtype=torch.uint8), torch.zeros(rows, columns, dtype=torch.int32)
+    whole, seen = torch.zeros(rows, columns), torch.zeros(rows, columns, dtype=torch.int32)
     for row, column, codes in blocks:
         place = slice(row, row + codes.shape[0]), slice(column, column + codes.shape[1])
+        assert codes.is_contiguous()
         whole[place] = codes
         seen[place] += 1
     assert seen.eq(1).all()
@@ -40,12 +41,13 @@ def put_together(blocks: Blocks, rows: int, columns: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block_values", [1, 40, 500, 1 << 17])
+@pytest.mark.parametrize("zero", [0, 2, 200])
 @pytest.mark.parametrize("bits", BITS)
-def test_word_blocks_are_the_weight(bits: int, block_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_blocks_are_the_weight(bits: int, zero: int, block_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_blocks, "_BLOCK_VALUES", block_values)
     stored = words(11, 6)
-    found = put_together(word_blocks(stored, bits), 11, num_values(6, bits))
-    assert found.equal(unpack_bits(stored, bits))
+    found = put_together(word_blocks(stored, bits, zero), 11, num_values(6, bits))
+    assert found.equal(unpack_bits(stored, bits).float() - zero)
 
 
 @pytest.mark.parametrize("tile", [32, 64, 1024])
@@ -57,8 +59,18 @@ def test_turned_word_blocks_are_the_weight(
     monkeypatch.setattr(code_blocks, "_BLOCK_VALUES", block_values)
     monkeypatch.setattr(code_blocks.columns_per_block, "__defaults__", (tile,))
     stored = words(12, 7)
-    found = put_together(turned_word_blocks(stored, bits, 32), 7, num_values(12, bits))
-    assert found.equal(unpack_bits(stored.t(), bits))
+    found = put_together(turned_word_blocks(stored, bits, 3, 32), 7, num_values(12, bits))
+    assert found.equal(unpack_bits(stored.t(), bits).float() - 3)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_blocks_may_be_changed(bits: int) -> None:
+    stored = words(12, 7)
+    before = stored.clone()
+    for blocks in (word_blocks(stored, bits, 1), turned_word_blocks(stored, bits, 1, 32)):
+        for _, _, codes in blocks:
+            codes.fill_(-1)
+    assert stored.equal(before)
 
 
 @given(columns=st.integers(1, 20_000), group_size=st.one_of(st.none(), st.integers(1, 5000)))

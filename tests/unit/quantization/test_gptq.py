@@ -174,7 +174,7 @@ def test_values_do_not_depend_on_blocks(
     assert_stands_for(Gptq(group_size=32, symmetric=False), gptq_parts(weight, version=1), weight.values())
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     bits=st.sampled_from(BITS),

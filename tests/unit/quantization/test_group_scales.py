@@ -9,10 +9,24 @@ from hypothesis import strategies as st
 from tests.support.code_definitions import assert_same
 from tests.support.memory_layouts import LAYOUTS, laid_out
 
-from headrace.quantization.group_scales import cut_groups, group_of_columns, group_scales
+from headrace.quantization.group_scales import GroupScales, cut_groups, group_of_columns, group_scales
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def written(scales: GroupScales, codes: torch.Tensor, starts: list[tuple[int, int]], out: torch.Tensor) -> None:
+    """Write ``codes`` into ``out`` in blocks that begin at ``starts``, given row by row of blocks, all of the same width."""
+    width = codes.shape[1] // len({column for _, column in starts})
+    rows = sorted({row for row, _ in starts})
+    stops = dict(zip(rows, [*rows[1:], codes.shape[0]], strict=True))
+    scales.write(
+        [
+            (row, column, codes[row : stops[row], column : column + width].float() - scales.base)
+            for row, column in starts
+        ],
+        out,
+    )
 
 
 def expected_values(
@@ -35,7 +49,7 @@ def test_every_code_under_many_scales_is_computed_in_float32_and_rounded_once(
     for zero in zeros:
         scales = group_scales(scale=scale, zero=zero, bits=bits, num_columns=codes.shape[1], group_size=2**bits)
         out = torch.empty(codes.shape, dtype=dtype)
-        scales.write([(0, 0, codes.clone())], out)
+        written(scales, codes, [(0, 0)], out)
         assert_same(out, expected_values(codes, zero, scale, index).to(dtype))
 
 
@@ -48,7 +62,7 @@ def test_any_memory_is_written_and_read(layout: str, dtype: torch.dtype) -> None
         scale=laid_out(scale, layout), zero=laid_out(zero, layout), bits=4, num_columns=12, group_size=4
     )
     out = laid_out(torch.zeros(6, 12, dtype=dtype), layout)
-    scales.write([(0, 0, laid_out(codes, layout))], out)
+    written(scales, codes, [(0, 0)], out)
     index = torch.arange(12) // 4
     assert_same(out, expected_values(codes, zero, scale, index).to(dtype))
 
@@ -57,38 +71,68 @@ def test_blocks_may_reach_past_the_last_row_and_column() -> None:
     codes, scale = torch.randint(0, 16, (6, 16), dtype=torch.uint8), torch.rand(5, 3)
     scales = group_scales(scale=scale, zero=8, bits=4, num_columns=12, group_size=4)
     out = torch.empty(5, 12)
-    scales.write([(0, 0, codes[:4, :8].clone()), (0, 8, codes[:4, 8:].clone()), (4, 0, codes[4:])], out)
+    written(scales, codes, [(0, 0), (0, 8), (4, 0), (4, 8)], out)
     assert_same(out, expected_values(codes[:5, :12], 8, scale, torch.arange(12) // 4))
 
 
 @pytest.mark.parametrize("num_columns", [12, 11, 9])
 def test_blocks_within_a_group_have_its_scale(num_columns: int) -> None:
-    codes, scale = torch.randint(0, 256, (3, num_columns), dtype=torch.uint8), torch.rand(3, 2)
-    zero = torch.randint(0, 256, (3, 2), dtype=torch.uint8)
+    padded, scale = torch.randint(0, 256, (3, 12), dtype=torch.uint8), torch.rand(3, 2)
+    codes, zero = padded[:, :num_columns], torch.randint(0, 256, (3, 2), dtype=torch.uint8)
     scales = group_scales(scale=scale, zero=zero, bits=8, num_columns=num_columns, group_size=8)
     out = torch.empty(3, num_columns)
-    scales.write([(0, start, codes[:, start : start + 4]) for start in range(0, num_columns, 4)], out)
+    written(scales, padded, [(0, start) for start in range(0, 12, 4)], out)
     assert_same(out, expected_values(codes, zero, scale, torch.arange(num_columns) // 8))
 
 
-def test_codes_are_not_changed() -> None:
-    codes = torch.randint(0, 256, (4, 8), dtype=torch.uint8)
-    before = codes.clone()
-    for zero in (128, torch.full((4, 1), 7)):
-        scales = group_scales(scale=torch.rand(4, 1), zero=zero, bits=8, num_columns=8, group_size=None)
-        scales.write([(0, 0, codes)], torch.empty(4, 8))
-    assert codes.equal(before)
+@pytest.mark.parametrize("columns", [4, 5, 8, 12])
+def test_fewer_columns_than_are_stored_may_be_asked_for(columns: int) -> None:
+    codes, scale = torch.randint(0, 16, (3, 16), dtype=torch.uint8), torch.rand(3, 4)
+    zero = torch.randint(0, 16, (3, 4))
+    expected = expected_values(codes, zero, scale, torch.arange(16) // 4)[:, :columns]
+    for starts in ([0], [0, 8]):
+        scales = group_scales(scale=scale, zero=zero, bits=4, num_columns=columns, group_size=4)
+        out = torch.empty(3, columns)
+        written(scales, codes, [(0, start) for start in starts], out)
+        assert_same(out, expected)
 
 
-def test_one_zero_point_for_all_is_seen_only_where_differences_fit_into_a_byte() -> None:
-    def zero_of(zero: torch.Tensor, bits: int) -> int | torch.Tensor:
-        return group_scales(scale=torch.ones(2, 1), zero=zero, bits=bits, num_columns=4, group_size=None).zero
+def test_zero_points_below_0_are_subtracted() -> None:
+    scale, zero = torch.ones(2, 2), torch.tensor([[-1, 3], [-2, 20]], dtype=torch.int8)
+    out = torch.empty(2, 4)
+    scales = group_scales(scale=scale, zero=zero, bits=4, num_columns=4, group_size=2)
+    written(scales, torch.tensor([[0, 15, 0, 15]] * 2), [(0, 0)], out)
+    assert out.tolist() == [[1, 16, -3, 12], [2, 17, -20, -5]]
 
-    assert zero_of(torch.full((2, 1), 8), 4) == 8
-    assert zero_of(torch.full((2, 1), 8.0), 4) == 8
-    assert zero_of(torch.full((2, 1), 128), 8) == 128
-    for other, bits in [(torch.full((2, 1), 7.5), 4), (torch.tensor([[7], [8]]), 4), (torch.full((2, 1), 100), 8)]:
-        assert zero_of(other, bits) is other
+
+def test_values_are_written_into_a_parameter() -> None:
+    out = torch.nn.Parameter(torch.zeros(2, 4))
+    scale = torch.nn.Parameter(torch.ones(2, 1))
+    scales = group_scales(scale=scale, zero=8, bits=4, num_columns=4, group_size=None)
+    written(scales, torch.full((2, 4), 9), [(0, 0)], out)
+    assert out.eq(1).all()
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+def test_every_code_comes_back_under_every_scale(scale_dtype: torch.dtype) -> None:
+    scale = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(scale_dtype)
+    scale = scale[(scale != 0) & (scale.abs() < 1e37)].unsqueeze(1)
+    codes = torch.arange(16, dtype=torch.uint8).expand(len(scale), 16)
+    scales = group_scales(scale=scale, zero=5, bits=4, num_columns=16, group_size=None)
+    values = torch.empty(codes.shape)
+    written(scales, codes, [(0, 0)], values)
+    assert scales.nearest(values).equal(codes.to(torch.int16))
+
+
+def test_one_zero_point_for_all_is_seen() -> None:
+    def scales_of(zero: torch.Tensor) -> GroupScales:
+        return group_scales(scale=torch.ones(2, 1), zero=zero, bits=4, num_columns=4, group_size=None)
+
+    for zero in (torch.full((2, 1), 8), torch.full((2, 1), 8.0), torch.full((2, 1), 8, dtype=torch.uint8)):
+        assert (scales_of(zero).zero, scales_of(zero).base) == (8, 8)
+    for zero in (torch.full((2, 1), 7.5), torch.tensor([[7], [8]])):
+        assert scales_of(zero).zero is zero
+        assert scales_of(zero).base == 0
 
 
 def test_an_index_that_says_nothing_is_left_out() -> None:

@@ -66,6 +66,14 @@ def test_w4a8_values_are_rounded_to_e4m3(unit: float, seed: int) -> None:
     assert scheme.dequantize({**parts, Role.CODES: packed}, shape=(6, 32)).equal(values)
 
 
+@pytest.mark.parametrize("fp8_scale", [False, True])
+def test_values_are_written_into_a_parameter(fp8_scale: bool) -> None:
+    parts, _ = w4a8_weight(0.01)
+    scheme, out = ModeloptInt4(group_size=16, fp8_scale=fp8_scale), torch.nn.Parameter(torch.zeros(6, 32))
+    assert scheme.dequantize(parts, shape=(6, 32), out=out) is out
+    assert_same(out.detach(), scheme.dequantize(parts, shape=(6, 32)))
+
+
 def test_w4a8_values_saturate_and_a_unit_of_0_is_harmless() -> None:
     parts = {
         Role.CODES: torch.tensor([[0x87]], dtype=torch.uint8),
@@ -89,7 +97,7 @@ def test_values_do_not_depend_on_blocks(block_values: int, fp8_scale: bool, monk
     assert_same(scheme.dequantize(parts, shape=(22, 32)), expected)
 
 
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), fp8_scale=st.booleans(), group_size=st.sampled_from([5, 16, 40]))
 def test_slices(data: st.DataObject, fp8_scale: bool, group_size: int) -> None:
     weight = integer_weight(18, 80, group_size=group_size, symmetric=True, scale_dtype=torch.float32)

@@ -14,6 +14,7 @@ from headrace.settings import TransportSettings
 from headrace.storage import StoredObject
 from headrace.transport import RangeRead, ReaderPool, ReadJob
 from headrace.transport.pace import Pace
+from headrace.transport.pool import private_scratch
 
 from .fakes import FakeReader, content
 
@@ -272,7 +273,67 @@ def test_a_store_that_throttles_is_not_asked_twice() -> None:
         jobs.wait_for(1)
 
 
+def test_a_store_that_has_throttled_is_asked_twice_again_when_it_has_had_its_quiet() -> None:
+    """Not only when all its pace is back, which takes more successes than a load may have left."""
+    now, silent = [0.0], threading.Event()
+    pace = Pace(4, lambda: now[0])
+    pace.refused()
+    pace.refused()
+    readers, came = _late_first(silent)
+    jobs = Jobs()
+    with _pool(readers, pace=pace, is_hedged=True) as pool:
+        pool.submit(jobs.make(0))
+        _until(lambda: len(came) == 1)
+        time.sleep(0.1)
+        assert pool.counters.num_hedges == 0
+        now[0] = 1.0
+        jobs.wait_for(1)
+        assert pool.counters.num_hedges == 1
+        assert pace.num_allowed < 4
+        assert jobs.is_right(0)
+
+
+def test_a_store_that_is_spared_gets_no_more_second_reads_than_its_pace_allows() -> None:
+    now, silent = [0.0], threading.Event()
+    pace = Pace(6, lambda: now[0])
+    pace.refused()  # Three are allowed, two of which are under way.
+    now[0] = 1.0
+    jobs = Jobs()
+    settings = replace(SETTINGS, num_connections=6)
+    with _pool(Readers(lambda reader, read: reader.wait(silent)), settings, pace=pace, is_hedged=True) as pool:
+        pool.submit(jobs.make(0))
+        pool.submit(jobs.make(1))
+        _until(lambda: pool.counters.num_hedges == 1)
+        time.sleep(0.1)
+        assert pool.counters.num_hedges == 1
+        silent.set()
+        jobs.wait_for(2)
+
+
 # -- second reads
+
+
+def test_scratch_memory_goes_back_to_the_system_when_it_is_dropped() -> None:
+    """Once a large block was freed, malloc takes the next from its arenas, and what a thread frees there stays with the process."""
+    page, size = os.sysconf("SC_PAGE_SIZE"), 24 << 20
+
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * page
+
+    def use() -> None:
+        for _ in range(3):
+            scratch = private_scratch(size)
+            scratch[::page] = bytes(len(scratch[::page]))
+            assert resident_bytes() > before + size // 2, "it was touched"
+            del scratch
+        after.append(resident_bytes())
+
+    before, after = resident_bytes(), list[int]()
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert after[0] < before + size // 2
 
 
 def _late_first(slow: threading.Event) -> tuple[Readers, list[FakeReader]]:
@@ -291,7 +352,8 @@ def _late_first(slow: threading.Event) -> tuple[Readers, list[FakeReader]]:
 def test_a_late_read_is_overtaken_and_its_thread_goes_on_with_another_reader() -> None:
     readers, came = _late_first(threading.Event())
     jobs = Jobs()
-    with _pool(readers, is_hedged=True) as pool:
+    # Enough patience for a busy machine: a second reader that is late to begin would have a successor.
+    with _pool(readers, replace(SETTINGS, hedge_after_s=3.0), is_hedged=True) as pool:
         for number in range(3):
             pool.submit(jobs.make(number))
         jobs.wait_for(3)
@@ -461,7 +523,7 @@ def test_races_of_hedges_with_their_first_readers_end_each_job_once_and_right() 
     jobs = Jobs()
     settings = replace(SETTINGS, hedge_after_s=0.001, num_connections=6)
     with _pool(Readers(before), settings, is_hedged=True) as pool:
-        pool._lateness.finished = lambda seconds: None  # type: ignore[method-assign]  # The median of peers would end the race.
+        pool._lateness.finished = lambda *_: None  # type: ignore[method-assign]  # The median of peers would end the race.
         for number in range(300):
             pool.submit(jobs.make(number))
             if number % 3 == 2:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.settings import TransportSettings
-from headrace.transport.retry import LONGEST_ASKED_WAIT_S, MOST_ROUNDS, Attempts
+from headrace.transport.retry import FRUITFUL_BYTES, LONGEST_ASKED_WAIT_S, MOST_ROUNDS, Attempts
 
 SETTINGS = TransportSettings(max_attempts=4, backoff_first_s=0.2, backoff_most_s=1.0, least_rate_bytes_per_s=1000)
 
@@ -25,6 +25,15 @@ def test_the_backoff_doubles_up_to_its_most() -> None:
     assert _after(*[0] * 3, chance=0.0).wait_s() == 0.0  # Full jitter reaches down to nothing.
     assert _after(*[0] * 3, chance=0.5).wait_s() == 0.4
     assert _after(*[0] * 5000).wait_s() == 1.0  # No overflow.
+
+
+def test_an_attempt_that_brought_much_and_was_cut_is_continued_at_once() -> None:
+    """The bound on attempts cannot be met by such: it is more than the largest read holds."""
+    assert _after(FRUITFUL_BYTES).wait_s() == 0.0
+    assert _after(FRUITFUL_BYTES - 1).wait_s() == 0.2
+    assert _after(FRUITFUL_BYTES, 0).wait_s() == 0.2
+    assert _after(FRUITFUL_BYTES).wait_s(3.0) == 3.2
+    assert SETTINGS.read_bytes <= SETTINGS.max_attempts * MOST_ROUNDS * FRUITFUL_BYTES
 
 
 def test_what_the_store_asks_for_is_kept_within_bounds() -> None:
