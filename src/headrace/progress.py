@@ -17,7 +17,7 @@ class LoadProgress:
 
     clock: Callable[[], float] = time.monotonic
     phase: str = "waiting"
-    """waiting, opening, side files, planning, weights, finishing, warming up, ready or failed."""
+    """waiting, opening, side files, planning, weights, finishing, calibrating, warming up, ready or failed."""
     bytes_wanted: int = 0
     bytes_done: int = 0
     """Wanted bytes that have arrived."""

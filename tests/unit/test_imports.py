@@ -42,6 +42,7 @@ OPTIONAL_HOMES = {
     "urllib3": {"storage"},
     "transformers": {"engines", "serving", "cli"},
     "accelerate": {"engines"},
+    "modelopt": {"engines"},
     "fastapi": set(),
     "pydantic": {"serving"},
     "uvicorn": {"serving", "cli"},

@@ -27,7 +27,7 @@ class LoadFormat(StrEnum):
     SAFETENSORS = "safetensors"
     """The files of a local folder, mapped into memory by the safetensors library."""
     MODELOPT = "modelopt"
-    """A checkpoint that NVIDIA ModelOpt wrote, by its own workflow: local only."""
+    """A plain local model, quantized while it loads by NVIDIA ModelOpt's calibrating workflow (extra ``modelopt``)."""
     DUMMY = "dummy"
     """Random weights of the right shapes; no weight byte is read."""
 
