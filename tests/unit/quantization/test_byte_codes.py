@@ -99,9 +99,11 @@ def test_scales_that_are_bfloat16_numbers_multiply_in_it(
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_huge_scales_take_the_slow_way(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(byte_codes, "_FEWEST", 1)
-    codes = all_codes(dtype).expand(len(HUGE), -1)
+    # Without codes for NaN, which take the slow way by themselves.
+    row = all_codes(dtype, with_nan=False)
+    codes = row.expand(len(HUGE), -1)
     factors = torch.tensor(HUGE)[:, None]
-    weight = ByteWeight(codes=codes, scales=ScaleGrid(values=factors, block=(1, 256)))
+    weight = ByteWeight(codes=codes, scales=ScaleGrid(values=factors, block=(1, row.numel())))
     assert_same(weight.dequantize(torch.float32, None), expected(codes, factors, torch.float32))
 
 
