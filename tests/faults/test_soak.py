@@ -41,7 +41,7 @@ def settings_for(folder: Path) -> Settings:
 def test_every_load_is_right_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leased: bool) -> None:
     truth = write_checkpoint(tmp_path / "bucket" / "m", 24_000_000, num_files=2)
     (tmp_path / "cache").mkdir()
-    with FaultyS3(tmp_path / "bucket", FAULTS, token_s=2.0) as server:
+    with FaultyS3(tmp_path / "bucket", FAULTS, token_s=4.0) as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         soak = Soak(f"s3://{BUCKET}/m", truth, settings_for(tmp_path), watched=[tmp_path], leased=leased)

@@ -13,7 +13,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,8 +101,10 @@ def synchronous_loading() -> Iterator[None]:
 
 
 def build_skeleton(model_class: Any, config: Any) -> Any:
-    """Return a model of ``model_class`` on the meta device: names and shapes, no values. ``config`` is left as it is."""
-    with _transformers_lock, torch.device("meta"):
+    """Return a model of ``model_class`` on the meta device, built as ``from_pretrained`` builds it: names and shapes, no values. ``config`` is left as it is."""
+    with _transformers_lock, ExitStack() as contexts:
+        for context in model_class.get_init_context(torch.float32, False, False, False):
+            contexts.enter_context(context)
         return model_class(copy.deepcopy(config))
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from transformers import PreTrainedConfig
+
 from headrace.engines.conversion import build_skeleton
 from headrace.engines.parts_experts import ExpertCut
 from headrace.engines.parts_language import Language, find_language, stand_alone
@@ -115,15 +117,13 @@ def plan_part(model_class: Any, config: Any, wishes: PartWishes, *, source: str)
         return None
     whole = build_skeleton(model_class, config)
     language = find_language(whole)
-    if language is None and wishes.language_only and wishes.layers is None and wishes.experts is None:
+    if wishes.language_only or wishes.encoder_only:
+        _check_separable(config, language, source, model_class)
+    if language is None and wishes.encoder_only:
+        raise _no_encoder(source, f"{model_class.__name__} is a language model.")
+    if language is None and wishes.layers is None and wishes.experts is None:
         logger.info("%s: %s is a language model and nothing else; all of it is loaded", source, model_class.__name__)
         return None
-    if language is None and wishes.encoder_only:
-        raise InvalidSetting(
-            f"encoder_only was asked for, and {source} has no encoder.",
-            f"{model_class.__name__} is a language model.",
-            "Leave encoder_only out.",
-        )
     if language is not None and wishes.layers is not None and not wishes.language_only:
         raise InvalidSetting(
             f"layers of {source} can be loaded with language_only only.",
@@ -141,7 +141,31 @@ def plan_part(model_class: Any, config: Any, wishes: PartWishes, *, source: str)
         build.take_out(cut)
     if wishes.experts is not None:
         build.take_out(ExpertCut(wishes.experts, source=source))
-    return build.part(wishes.experts)
+    part = build.part(wishes.experts)
+    if not part.names:
+        raise _no_encoder(source, "Its configuration switches all encoders off.")
+    return part
+
+
+def _check_separable(config: Any, language: Language | None, source: str, model_class: Any) -> None:
+    """Raise where a model that has more than a language model does not hold it apart."""
+    is_encoder_decoder = any(
+        getattr(it, "is_encoder_decoder", False) for it in (config, config.get_text_config(decoder=True))
+    )
+    is_composed = any(isinstance(it, PreTrainedConfig) for it in vars(config).values())
+    if not is_encoder_decoder and (language is not None or not is_composed):
+        return
+    raise InvalidSetting(
+        f"{source} cannot be taken apart into a language model and encoders.",
+        f"The decoder of {model_class.__name__} attends to what its encoder makes of the input."
+        if is_encoder_decoder
+        else f"{model_class.__name__} does not hold its language model apart from the rest.",
+        "Load the whole model.",
+    )
+
+
+def _no_encoder(source: str, why: str) -> InvalidSetting:
+    return InvalidSetting(f"encoder_only was asked for, and {source} has no encoder.", why, "Leave encoder_only out.")
 
 
 class _Build:

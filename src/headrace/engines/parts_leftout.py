@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -21,7 +22,7 @@ class LeftOut(nn.Module):
         self.mend = mend
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        raise ModelError(f"This model was loaded without {self.what}.", "It cannot be computed with.", self.mend)
+        _refuse(self.what, self.mend)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -34,6 +35,10 @@ class LeftOut(nn.Module):
         return self.what
 
 
+def _refuse(what: str, mend: str, *arguments: Any, **options: Any) -> NoReturn:
+    raise ModelError(f"This model was loaded without {what}.", "It cannot be computed with.", mend)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveOut:
     """Takes whole modules out of a model, and parameters that belong to none of them."""
@@ -43,6 +48,8 @@ class LeaveOut:
     parameters: tuple[str, ...] = ()
     base_prefix: str = ""
     mend: str = ""
+    bars_forward: bool = False
+    """The model's own forward needs what is gone, and says so at once."""
 
     @classmethod
     def all_but_language(cls, whole: Any, language: Language) -> LeaveOut:
@@ -67,6 +74,7 @@ class LeaveOut:
             modules=language.paths,
             base_prefix=whole.base_model_prefix,
             mend="Encode with get_image_features, get_video_features or the like, or load the model without encoder_only.",
+            bars_forward=True,
         )
 
     def apply(self, model: Any) -> None:
@@ -76,6 +84,9 @@ class LeaveOut:
         for path in self.parameters:
             parent, name = _parent(model, path)
             parent.register_parameter(name, None)
+        if self.bars_forward:
+            refuse = functools.partial(_refuse, self.group(self.modules[0]), self.mend)
+            model.forward = functools.update_wrapper(refuse, model.forward)  # others look at its signature
         untie(model)
 
     def rename(self, name: str) -> str | None:
