@@ -32,7 +32,6 @@ from headrace.settings import Settings
 from headrace.streaming import LoadReport
 from tests.engines.models import edit_config, rewrite, save_model
 from tests.engines.multimodal import FAMILIES, image_inputs, save_multimodal
-from tests.engines.test_quantized_gptoss import folder as gptoss  # a fixture
 from tests.support.quantized import QuantizedCheckpoints
 from tests.support.weight_files import StoredTensor, WeightFile, edit_json, read_tensors
 
@@ -54,6 +53,30 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def gptoss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small gpt-oss with four experts in MXFP4: blocks and scales of all of them in one tensor each."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    config = transformers.GptOssConfig(
+        hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=320, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    transformers.GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            num_experts, columns, rows = tensors.pop(name).shape
+            sizes = (num_experts, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*sizes, 16), dtype=torch.uint8, generator=generator)
+            tensors[f"{name}_scales"] = torch.randint(118, 125, sizes, dtype=torch.uint8, generator=generator)
+
+    rewrite(folder, pack)
+    left_alone = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left_alone})
+    return folder
 
 
 def load(source: Any, **options: Any) -> tuple[Any, LoadReport]:
@@ -306,11 +329,48 @@ def test_a_class_that_scales_what_it_is_given_has_no_stages(tmp_path: Path) -> N
                 load(folder, layers=range(1, 2))
 
 
-def test_a_class_that_holds_its_layers_otherwise_is_refused(tmp_path: Path) -> None:
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    with pytest.raises(InvalidSetting, match="None of its modules holds all its layers in one list"):
-        load(tmp_path, layers=range(1))
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64),
+            "None of its modules holds all its layers in one list",
+        ),
+        (
+            transformers.Gemma3nTextConfig(
+                hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+                head_dim=16, vocab_size=64, vocab_size_per_layer_input=64, hidden_size_per_layer_input=8, laurel_rank=4,
+                layer_types=["full_attention"] * 4, num_kv_shared_layers=2, activation_sparsity_pattern=[0.0] * 4,
+                pad_token_id=0,
+            ),
+            "Beside layers, embeddings and head it has|keys and values of other layers",
+        ),
+        (
+            transformers.NemotronHConfig(
+                hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=64,
+                layers_block_type=["attention", "mlp"], pad_token_id=0,
+            ),
+            "counts layers by a list",
+        ),
+    ],
+    ids=["GPT-2", "Gemma 3n", "Nemotron-H"],
+)  # fmt: skip
+def test_classes_that_do_not_stand_in_a_row_are_refused(config: Any, said: str) -> None:
+    model_class = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with pytest.raises(InvalidSetting, match=said):
+        plan_part(model_class, config, PartWishes.of(layers=range(1)), source="a model")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [transformers.GitConfig(), transformers.UdopConfig(), transformers.T5Gemma2Config()],
+    ids=["GIT", "UDOP", "T5Gemma 2"],
+)
+@pytest.mark.parametrize("options", [{"language_only": True}, {"encoder_only": True}], ids=str)
+def test_models_that_do_not_hold_their_language_model_apart_are_refused(config: Any, options: dict[str, Any]) -> None:
+    model_class = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    with pytest.raises(InvalidSetting, match="cannot be taken apart"):
+        plan_part(model_class, config, PartWishes.of(**options), source="a model")
 
 
 # -- experts
@@ -366,7 +426,7 @@ def test_a_stack_of_packed_experts_is_read_in_part(gptoss: Path, dequantize: boo
     """gpt-oss's blocks hold all experts of a layer, and its router speaks otherwise."""
     options = {"dtype": torch.float32, "dequantize": dequantize}
     reference, all_of_it = load(gptoss, **options)
-    parts = [load(gptoss, experts=chosen, **options) for chosen in (range(0, 1), range(1, 4))]
+    parts = [load(gptoss, experts=chosen, **options) for chosen in (range(1), range(1, 4))]
     states, weights = torch.randn(5, 64), torch.rand(5, 2)
     index = torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 2]])
     path = "model.layers.1.mlp.experts"

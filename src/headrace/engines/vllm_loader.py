@@ -79,7 +79,7 @@ class HeadraceLoader(DefaultModelLoader):  # type: ignore[misc]  # vLLM is not t
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         """Return the model, built and filled. On a machine that has no side files yet, they are brought first."""
         self._load.parallel, self._load.config = vllm_config.parallel_config, model_config
-        self._load.is_draft = model_config is not vllm_config.model_config
+        self._load.is_draft = bool(prefix) or model_config is not vllm_config.model_config
         if not self._load.is_draft:
             self._check_folder(model_config)
         self._bring_side_files(model_config)
