@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import shutil
@@ -23,6 +24,7 @@ import headrace
 from headrace.checkpoint import Entry
 from headrace.cli import serve as command
 from headrace.cli.serve import ServeOptions
+from headrace.engines.conversion import build_skeleton
 from headrace.engines.parts import PartWishes, plan_part
 from headrace.engines.parts_account import describe_left_out, left_out_groups
 from headrace.engines.parts_leftout import LeftOut
@@ -458,6 +460,29 @@ def test_experts_and_layers_together(saved: Saved) -> None:
     assert report.bytes_wanted == sum(value.nbytes for value in model.state_dict().values())
 
 
+# -- what is used of Transformers beyond its documentation
+
+
+def test_the_private_names_are_there() -> None:
+    """A new release that changes one fails here, by name."""
+    names = list(inspect.signature(transformers.PreTrainedModel.get_init_context).parameters)
+    assert names == ["dtype", "is_quantized", "_is_ds_init_called", "allow_all_kernels"]
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_experts=2, num_experts_per_tok=1, vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = build_skeleton(transformers.Qwen3MoeForCausalLM, config)
+    assert model.all_tied_weights_keys == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert model.get_decoder() is model.model and model.model.layers[0].self_attn.layer_idx == 0
+    experts = model.model.layers[0].mlp.experts
+    assert experts.num_experts == 2 and experts._is_expert_parallel is False
+    assert list(inspect.signature(type(experts).forward).parameters)[1:] == [
+        "hidden_states",
+        "top_k_index",
+        "top_k_weights",
+    ]
+
+
 # -- what makes no sense
 
 
@@ -665,3 +690,5 @@ def test_a_wrapped_quantized_model_can_be_expanded_and_cut(
     with torch.no_grad():
         states = first.model(input_ids=PROMPT).last_hidden_state
     assert torch.equal(logits(last, inputs_embeds=states), logits(packed))
+    listed = checkpoint.config()["quantization_config"]["ignore"]
+    assert all(stage.config.quantization_config.to_dict()["ignore"] == listed for stage in (first, last))

@@ -116,7 +116,7 @@ class LayerCut:
 def check_stage(model: Any, cut: LayerCut, *, source: str) -> None:
     """Raise `InvalidSetting` where the class does more than hand hidden states through its layers (it scales what it is given, say), so that stages would not add up.
 
-    Tried with no layer at all, on eight numbers: what goes in must come out. ``model`` is on the meta device; it stays as it is.
+    Tried with no layer at all, on two positions: what goes in must come out. ``model`` is on the meta device; it stays as it is.
     """
     if cut.layers.start == 0 and cut.is_last:
         return

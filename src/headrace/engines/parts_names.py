@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter
 
 from headrace.engines.parts import Part
 from headrace.engines.renaming import Renamer, StackSlot
-from headrace.errors import PlacementError
+from headrace.errors import InvalidSetting, PlacementError
 
 OTHER_EXPERTS = "other experts"
 
@@ -53,6 +53,8 @@ class Routes:
             for pattern in converter.source_patterns
         }
         self._own = Renamer(part.own, get_model_conversion_mapping(part.own, key_mapping))
+        experts = part.experts
+        self._numbers = None if experts is None else {expert: number for number, expert in enumerate(experts)}
         self._num_stripped = 0
         self._of_experts: dict[tuple[str, str], Route] = {}
         """Name up to and after an expert's number → the route of one such expert, with ``{}`` for the number in ``fed``."""
@@ -88,22 +90,29 @@ class Routes:
                 return Route(target, group=OTHER_EXPERTS)
             wanted = StackSlot(own, number, slot.position, slot.num_positions)
         fed = self._fed(name, (own, pattern), slot, wanted)
-        if fed is not None and slot is not None and wanted is not None:
-            self._remember(around, slot, Route(target, fed), wanted.expert)
         if fed is None:
-            raise PlacementError(
-                f"{name} belongs to the part that is loaded, and cannot be brought to it.",
-                f"{type(self._part.whole).__name__} makes {target} of it, and {type(self._part.own).__name__} nothing.",
-                "Load the whole model, and please report its class.",
-            )
-        whole_shape, own_shape = self._whole.wanted[target].shape, self._own.wanted[own].shape
-        is_stack = slot is None and whole_shape != own_shape
-        return Route(
-            target,
-            fed,
-            others=others,
-            is_plain=pattern is None,
-            num_experts=int(whole_shape[0]) if is_stack else None,
+            raise self._dead_end(name, target)
+        if slot is not None and wanted is not None:
+            self._remember(around, slot, Route(target, fed), wanted.expert)
+        num_experts = None
+        if slot is None and self._whole.wanted[target].shape != self._own.wanted[own].shape:
+            if "*" in (pattern or ""):
+                raise self._changed_experts(name, target)
+            num_experts = int(self._whole.wanted[target].shape[0])
+        return Route(target, fed, others=others, is_plain=pattern is None, num_experts=num_experts)
+
+    def _dead_end(self, name: str, target: str) -> PlacementError:
+        return PlacementError(
+            f"{name} belongs to the part that is loaded, and cannot be brought to it.",
+            f"{type(self._part.whole).__name__} makes {target} of it, and {type(self._part.own).__name__} nothing.",
+            "Load the whole model, and please report its class.",
+        )
+
+    def _changed_experts(self, name: str, target: str) -> InvalidSetting:
+        return InvalidSetting(
+            f"Experts of {type(self._part.whole).__name__} cannot be chosen.",
+            f"{name} and those of the other experts are changed on their way into {target}, and not only stacked.",
+            "Load it without experts.",
         )
 
     def _others(self, target: str, pattern: str | None) -> tuple[str, ...]:
@@ -129,10 +138,7 @@ class Routes:
 
     def _number_of(self, expert: int) -> int | None:
         """Return the number of an expert in the part; None where it is not wanted."""
-        experts = self._part.experts
-        if experts is None:
-            return expert
-        return experts.index(expert) if expert in experts else None
+        return expert if self._numbers is None else self._numbers.get(expert)
 
     def _fed(
         self, name: str, wanted: tuple[str, str | None], slot: StackSlot | None, own_slot: StackSlot | None

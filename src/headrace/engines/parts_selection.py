@@ -186,8 +186,9 @@ class _Sorter:
             self.groups |= dict.fromkeys(names, route.group)
         elif route.fed is None:
             self._homeless |= dict.fromkeys(names, route.target)
-        elif name.endswith(route.fed):
-            self.prefixes[name.removesuffix(route.fed)] += 1
+        else:
+            parts = name.split(".")
+            self.prefixes["".join(f"{part}." for part in parts[: max(0, len(parts) - route.fed.count(".") - 1)])] += 1
         return route
 
     def _own(self, route: Route, name: str) -> None:
