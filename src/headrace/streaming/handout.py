@@ -11,6 +11,7 @@ import torch
 
 from headrace.checkpoint import Checkpoint, Entry
 from headrace.errors import StreamClosed, StreamError
+from headrace.process import HomeProcess
 from headrace.progress import LoadProgress
 from headrace.streaming.formats import LoadFormat
 from headrace.streaming.report import LoadReport
@@ -75,6 +76,7 @@ class HandOutStream:
         self._owns_checkpoint = owns_checkpoint
         self._sources = sources or {}
         self._clock = clock
+        self._home = HomeProcess()
         self._lock = threading.Lock()
         self._taken: set[str] = set()
         self._num_handed_out = 0
@@ -118,7 +120,9 @@ class HandOutStream:
         return tensor
 
     def close(self) -> None:
-        """Stop all reads, wait until they have ended, and free what was not handed out. May be called twice, from any thread."""
+        """Stop all reads, wait until they have ended, and free what was not handed out. May be called twice, from any thread. In a forked child it does nothing."""
+        if not self._home.is_here:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -132,12 +136,14 @@ class HandOutStream:
     @property
     def names_left(self) -> list[str]:
         """The names that have not been asked for, in order."""
+        self._home.check("A stream")
         with self._lock:
             return [name for name in self._entries if name not in self._taken]
 
     @property
     def report(self) -> LoadReport:
         """The account so far; final after the end or `close`. The library does not say how many requests it makes."""
+        self._home.check("A stream")
         with self._lock:
             stopped = self._ended if self._ended is not None else self._clock()
             return LoadReport(
@@ -161,6 +167,7 @@ class HandOutStream:
             )
 
     def _reserve(self, name: str) -> Entry:
+        self._home.check("A stream")
         with self._lock:
             entry = self._entries.get(name)
             if entry is None:

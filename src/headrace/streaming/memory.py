@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from headrace.errors import BudgetExceeded
+from headrace.process import HomeProcess
 from headrace.units import GIB, MIB, format_bytes
 
 ALIGNMENT = 64
@@ -95,7 +96,7 @@ class SharedMemory:
                 )
             self._used += size
         array = np.frombuffer(self._map, dtype=np.uint8, count=num_bytes, offset=start)
-        weakref.finalize(array, self._map.madvise, mmap.MADV_REMOVE, start, size).atexit = False
+        weakref.finalize(array, _give_back, self._map, start, size, HomeProcess()).atexit = False
         return array
 
     def offset_of(self, array: Bytes) -> int:
@@ -139,6 +140,11 @@ def _fresh(num_bytes: int) -> Bytes:
     except OSError:  # too many mappings (vm.max_map_count)
         array: Bytes = torch.empty(num_bytes, dtype=torch.uint8).numpy()
         return array
+
+
+def _give_back(mapped: mmap.mmap, start: int, size: int, home: HomeProcess) -> None:
+    if home.is_here:  # A forked child has the same pages, and dropping its tensors must not take them from the parent.
+        mapped.madvise(mmap.MADV_REMOVE, start, size)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -17,6 +17,7 @@ import torch
 
 from headrace.checkpoint import Checkpoint, Entry
 from headrace.errors import InvalidSetting, StreamClosed, StreamError
+from headrace.process import HomeProcess
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
 from headrace.streaming.agreement import Agreement, Facts, agree, facts_of
@@ -91,6 +92,7 @@ class DistributedStream:
         self._ended: float | None = None
         self._error: Exception | None = None
         self._is_closed = False
+        self._home = HomeProcess()
         self._lock = threading.RLock()
         self.progress.bytes_wanted += self.bytes_wanted
 
@@ -112,7 +114,7 @@ class DistributedStream:
         self._end(error)
 
     def __del__(self) -> None:
-        if hasattr(self, "_lock"):
+        if hasattr(self, "_lock") and self._home.is_here:
             self._shut()  # A collective cannot be begun here: nobody knows when this runs.
 
     def take(self, name: str) -> torch.Tensor:
@@ -120,6 +122,7 @@ class DistributedStream:
 
         Raises the first error of any rank, `StreamClosed`, or `StreamError` for a name that is not part of the stream or was handed out already.
         """
+        self._home.check("A stream")
         with self._lock:
             place = self._place(name)
             while place not in self._arrived and self.entries[place].size_bytes:
@@ -138,7 +141,7 @@ class DistributedStream:
     def close(self) -> None:
         """Tell the other ranks where they expect more, stop all reads and free what was not handed out. May be called twice, from any thread.
 
-        Waits up to ten seconds for ranks that are busy elsewhere; those learn of it when they next ask for a tensor.
+        Waits up to ten seconds for ranks that are busy elsewhere; those learn of it when they next ask for a tensor. In a forked child it does nothing.
         """
         self._end(None)
 
@@ -333,6 +336,8 @@ class DistributedStream:
             self._own.close()
 
     def _end(self, error: BaseException | None) -> None:
+        if not self._home.is_here:
+            return
         already, self._is_closed = self._is_closed, True
         if already:
             return

@@ -18,6 +18,7 @@ import torch
 
 from headrace.checkpoint import Checkpoint, Entry
 from headrace.errors import Cancelled, InvalidSetting, StreamClosed, StreamError
+from headrace.process import HomeProcess
 from headrace.progress import LoadProgress
 from headrace.settings import Settings, TransportSettings
 from headrace.storage import ObjectStore
@@ -149,6 +150,7 @@ class TensorStream:
         self._destinations: dict[int, Destination] = {}
         self._taken: set[int] = set()
         self._account = _Account()
+        self._home = HomeProcess()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closed = False
@@ -183,6 +185,7 @@ class TensorStream:
 
         Raises the load's first error, `StreamClosed`, `BudgetExceeded`, or `StreamError` for a name that is not in the plan or was handed out already.
         """
+        self._home.check("A stream")
         place = self._place_of.get(name)
         if place is None:
             raise StreamError(
@@ -216,6 +219,7 @@ class TensorStream:
 
         To be asked for before the last of its tensors is taken: the stream keeps no reference to it from then on.
         """
+        self._home.check("A stream")
         with self._changed:
             if not isinstance(self._room, OwnedRoom) or self._closed:
                 return None
@@ -223,7 +227,12 @@ class TensorStream:
             return None if array is None else torch.from_numpy(array)
 
     def close(self) -> None:
-        """Stop all reads, wait until every reader has acknowledged, and free what was not handed out. May be called twice, from any thread."""
+        """Stop all reads, wait until every reader has acknowledged, and free what was not handed out. May be called twice, from any thread.
+
+        In a forked child it does nothing: the reads, and the memory that they write to, are the parent's.
+        """
+        if not self._home.is_here:
+            return
         with self._changed:
             already, self._closed = self._closed, True
             if self._ended is None and self._started is not None:
@@ -241,12 +250,14 @@ class TensorStream:
     @property
     def names_left(self) -> list[str]:
         """The names that have not been handed out, in the plan's order."""
+        self._home.check("A stream")
         with self._changed:
             return [entry.name for place, entry in enumerate(self.plan.entries) if place not in self._taken]
 
     @property
     def report(self) -> LoadReport:
         """The account so far; final after the end or `close`."""
+        self._home.check("A stream")
         counters = self._pool.counters
         with self._changed:
             account, started = self._account, self._started

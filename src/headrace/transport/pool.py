@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
-from headrace.errors import Cancelled, UsageError
+from headrace.errors import Cancelled
+from headrace.process import HomeProcess
 from headrace.settings import TransportSettings
 from headrace.transport.failure import clear_frames
 from headrace.transport.flight import Flight, PoolCounters, ReadJob
@@ -69,7 +69,7 @@ class ReaderPool:
         self._pace = pace or Pace(settings.num_connections, clock)
         self._clock = clock
         self._lateness = Lateness(settings.hedge_after_s if is_hedged else 0.0)
-        self._pid = os.getpid()
+        self._home = HomeProcess()
         self._changed = threading.Condition(threading.Lock())
         # All below is guarded by the lock of `_changed`.
         self._queue: deque[ReadJob] = deque()
@@ -86,12 +86,7 @@ class ReaderPool:
 
     def submit(self, job: ReadJob, *, first: bool = False) -> None:
         """Queue a job, before all that wait where ``first``. On a pool that failed or was closed, its ``done`` is called before this returns."""
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"A pool of readers was made in process {self._pid} and is used in its child {os.getpid()}.",
-                "Threads and connections do not survive a fork.",
-                "Open the checkpoint in the process that reads it.",
-            )
+        self._home.check("A pool of readers")
         with self._changed:
             if not self._is_stopping:
                 self._start_threads()
@@ -106,7 +101,7 @@ class ReaderPool:
 
         A thread that has not ended in time still holds its job's memory: that job's ``done`` was not called. Called from ``done``, it does not wait.
         """
-        if os.getpid() != self._pid:
+        if not self._home.is_here:
             return True
         self._stop(None)
         if threading.current_thread() not in self._threads:  # Two of them would wait for each other.

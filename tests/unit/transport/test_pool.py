@@ -220,13 +220,11 @@ def test_close_says_when_a_thread_does_not_end() -> None:
 def test_a_forked_child_may_close_but_not_submit() -> None:
     jobs = Jobs()
     with _pool(Readers()) as pool:
-        pool._pid = (
-            os.getpid() + 1
-        )  # As it looks in a child; to fork a process with threads is what this guards against.
+        pool._home._pid += 1  # As it looks in a child; to fork a process with threads is what this guards against.
         with pytest.raises(UsageError, match="do not survive a fork"):
             pool.submit(jobs.make(0))
         assert pool.close()
-        pool._pid = os.getpid()
+        pool._home._pid -= 1
     assert jobs.ended == {}
 
 
