@@ -3,10 +3,15 @@
     python benchmarks/stream.py                       # five rounds of everything, table into benchmarks/results/
     python benchmarks/stream.py --rounds 1 --only s3   # quick look
     python benchmarks/stream.py --gigabytes 0.5
+    python benchmarks/stream.py --only nginx           # needs nginx; a run of everything leaves it out where it is not installed
 
 Each measurement is a fresh process that imports what it needs, notes its CPU time and memory, loads, notes them again, and then checks a sum over every tensor
 against the file's. What it prints: seconds and GB/s of the load alone; CPU seconds (user and system, all threads) and peak resident memory beyond those after the
-imports. The S3 server is SeaweedFS on loopback, requests are signed. Everything is read from the page cache: this measures the client, not a disk.
+imports. The S3 server is SeaweedFS on loopback, requests are signed; it takes more of the two cores than any client, which hides what the client costs. So the same is also
+loaded from nginx, which answers as S3 does and costs a tenth. Everything is read from the page cache: this measures the client, not a disk.
+
+Two consumers copy: one as torch does by itself, in all of its threads, whose waiting for each other takes time from a server on the same cores; and one in a single
+thread, as in the worker processes of engines, which set OMP_NUM_THREADS=1. Both are given to Headrace and to Run:ai alike.
 """
 
 from __future__ import annotations
@@ -53,13 +58,14 @@ def _headrace(uri: str) -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
     return load, note
 
 
-def _leased(uri: str, *, copy: bool) -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
+def _leased(uri: str, *, copy: bool, threads: int | None = None) -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
     import torch
 
     import headrace
     import headrace.storage.s3
 
     note: dict[str, Any] = {}
+    torch.set_num_threads(threads or torch.get_num_threads())
     settings = headrace.Settings.from_environment(progress=False, memory_limit_bytes=LEASED_LIMIT_BYTES)
     open_stream = headrace.stream
 
@@ -75,9 +81,13 @@ def _leased(uri: str, *, copy: bool) -> tuple[Callable[[], dict[str, Any]], dict
     return load, note
 
 
-def _runai(uri: str, *, copy: bool, keep: bool) -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
+def _runai(
+    uri: str, *, copy: bool, keep: bool, threads: int | None = None
+) -> tuple[Callable[[], dict[str, Any]], dict[str, Any]]:
     import torch
     from runai_model_streamer import SafetensorsStreamer, list_safetensors
+
+    torch.set_num_threads(threads or torch.get_num_threads())
 
     def load() -> dict[str, Any]:
         kept: dict[str, Any] = {}
@@ -134,6 +144,10 @@ def _safetensors(folder: str) -> tuple[Callable[[], dict[str, Any]], dict[str, A
 SUBJECTS: dict[str, tuple[str, Callable[[str], tuple[Callable[[], dict[str, Any]], dict[str, Any]]]]] = {
     "headrace": ("Headrace, all tensors kept", _headrace),
     "headrace-copied": ("Headrace, leased, 256 MiB, tensors copied to be kept", lambda uri: _leased(uri, copy=True)),
+    "headrace-copied-1": (
+        "Headrace, leased, 256 MiB, tensors copied in one thread",
+        lambda uri: _leased(uri, copy=True, threads=1),
+    ),
     "headrace-listed": ("Headrace, leased, 256 MiB, `list(stream)`", lambda uri: _leased(uri, copy=False)),
     "runai-dropped": ("Run:ai Model Streamer, tensors dropped", lambda uri: _runai(uri, copy=False, keep=False)),
     "runai-kept": (
@@ -141,20 +155,22 @@ SUBJECTS: dict[str, tuple[str, Callable[[str], tuple[Callable[[], dict[str, Any]
         lambda uri: _runai(uri, copy=False, keep=True),
     ),
     "runai-copied": ("Run:ai Model Streamer, tensors copied to be kept", lambda uri: _runai(uri, copy=True, keep=True)),
+    "runai-copied-1": (
+        "Run:ai Model Streamer, tensors copied in one thread",
+        lambda uri: _runai(uri, copy=True, keep=True, threads=1),
+    ),
     "download": ("boto3 download, then safetensors", _download),
     "safetensors": ("safetensors load_file, copied out of the mapping", _safetensors),
 }
-PLACES = {
-    "s3": ("headrace", "headrace-copied", "headrace-listed", "runai-dropped", "runai-kept", "runai-copied", "download"),
-    "disk": (
-        "headrace",
-        "headrace-copied",
-        "headrace-listed",
-        "runai-dropped",
-        "runai-kept",
-        "runai-copied",
-        "safetensors",
-    ),
+_IN_BOTH = (
+    *("headrace", "headrace-copied", "headrace-copied-1", "headrace-listed"),
+    *("runai-dropped", "runai-kept", "runai-copied", "runai-copied-1"),
+)
+PLACES = {"s3": (*_IN_BOTH, "download"), "nginx": (*_IN_BOTH, "download"), "disk": (*_IN_BOTH, "safetensors")}
+_PLACE_NAMES = {
+    "s3": "S3 (SeaweedFS, signed)",
+    "nginx": "S3 (nginx, which costs little)",
+    "disk": "a local disk (cached)",
 }
 
 
@@ -339,6 +355,7 @@ def main() -> None:
 
 def compare(options: argparse.Namespace) -> list[str]:
     from headrace.cli.seaweed import SeaweedServer
+    from nginx_server import NginxServer, find_nginx
 
     checkpoint = options.folder / "checkpoint"
     make_checkpoint(checkpoint, int(options.gigabytes * 1e9))
@@ -346,6 +363,9 @@ def compare(options: argparse.Namespace) -> list[str]:
     lines: list[str] = []
     common = {**os.environ, "BENCH_FOLDER": str(options.folder), "HEADRACE_PROGRESS": "0"}
     for place in [options.only] if options.only else PLACES:
+        if place == "nginx" and not options.only and find_nginx() is None:
+            lines += ["nginx is not installed, so what is read from it is left out.", ""]
+            continue
         if place == "s3":
             with SeaweedServer() as server:
                 upload(server, checkpoint)
@@ -353,13 +373,18 @@ def compare(options: argparse.Namespace) -> list[str]:
                 runai = {"AWS_ENDPOINT_URL": server.endpoint, "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
                 environment = {**common, **server.environment(), **runai}
                 figures = run_rounds(place, f"s3://{BUCKET}/{PREFIX}", options.rounds, environment, expected["bytes"])
+        elif place == "nginx":
+            with NginxServer(checkpoint, bucket=BUCKET, prefix=PREFIX) as fast:
+                runai = {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+                environment = {**common, **fast.environment(), **runai}
+                figures = run_rounds(place, f"s3://{BUCKET}/{PREFIX}", options.rounds, environment, expected["bytes"])
         else:
             figures = run_rounds(place, str(checkpoint), options.rounds, common, expected["bytes"])
         for subject, results in figures.items():
             if subject != "runai-dropped" and any(item["sum"] != expected["sum"] for item in results):
                 raise SystemExit(f"{subject} loaded other bytes than the files hold")
         lines += [
-            *table("S3 (SeaweedFS, signed)" if place == "s3" else "a local disk (cached)", figures, expected["bytes"]),
+            *table(_PLACE_NAMES[place], figures, expected["bytes"]),
             "",
         ]
     return lines
