@@ -105,10 +105,10 @@ class ByteWeight:
             scales.change(target, factors, torch.Tensor.mul_)
 
     def _widen(self, result: torch.Tensor) -> bool:
-        """Write the weight into ``result`` through float16. Return whether this could be: not for types, codes or scales that it would make other values of."""
+        """Write the weight into ``result`` through float16. Return whether this could be: not for types or scales that it would make other values of."""
         widening = _WIDENINGS.get(self.codes.dtype)
         codes = self.codes.view(torch.int8)
-        if widening is None or not has_pairs(result.dtype) or widening.has_nan(codes):
+        if widening is None or not has_pairs(result.dtype):
             return False
         scales = self.scales.mapped(lambda numbers: numbers * widening.factor)
         if not torch.equal(scales.values.isinf(), self.scales.values.isinf()):
@@ -120,7 +120,7 @@ class ByteWeight:
         spare = torch.empty((step, columns), dtype=torch.int16 if is_float32 else torch.float32)
         lent = result if is_float32 else result.view(torch.int16)
         # A number would become a tensor anew in each call.
-        mask = torch.tensor(~0x4000, dtype=torch.int16)
+        mask, shift = torch.tensor(~0x4000, dtype=torch.int16), torch.tensor(1 << widening.shift, dtype=torch.int16)
         # Split at once, since each cut and view of a tensor takes as long as some thousand values.
         blocks = zip(
             *(torch.split(one, step) for one in (codes, result, lent)), scales.of_blocks(rows, step), strict=True
@@ -128,10 +128,13 @@ class ByteWeight:
         for octets, target, memory, factors in blocks:
             other = spare if len(spare) == len(target) else spare[: len(target)]
             bits, values = (other, target) if is_float32 else (memory, other)
-            bits.copy_(octets).mul_(1 << widening.shift)
-            if widening.fills_sign:
-                bits.bitwise_and_(mask)
-            values.copy_(bits.view(torch.float16))
+            if widening.has_nan(octets):
+                values.copy_(octets.view(self.codes.dtype)).div_(widening.factor)
+            else:
+                bits.copy_(octets).mul_(shift)
+                if widening.fills_sign:
+                    bits.bitwise_and_(mask)
+                values.copy_(bits.view(torch.float16))
             scales.change(values, factors, torch.Tensor.mul_)
             if not is_float32:
                 target.copy_(values)

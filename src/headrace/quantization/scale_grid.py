@@ -42,6 +42,9 @@ class ScaleGrid:
             return
         head = -self.column_offset % width
         body = (columns - head) // width
+        if body * width == columns:  # No block is cut; each view less counts for blocks of a few rows.
+            operation(target.view(-1, body, width), numbers.unsqueeze(-1))
+            return
         first = 1 if head else 0
         if head:
             operation(target[:, :head], numbers[:, :1])
