@@ -99,6 +99,15 @@ class AzureSettings:
         }
         return cls(**{name: value for name, value in found.items() if value})
 
+    @staticmethod
+    def sources(environment: Mapping[str, str]) -> dict[str, str]:
+        """Return which variable each field is read from, as ``azure.account`` and its like; fields that none sets are left out."""
+        found = {
+            f"azure.{name}": next((variable for variable in variables if environment.get(variable)), "")
+            for name, variables in _AZURE_VARIABLES.items()
+        }
+        return {name: variable for name, variable in found.items() if variable}
+
 
 _AZURE_VARIABLES = {
     "account": ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME"),
@@ -192,6 +201,8 @@ class Settings:
             if source.get(variable) and given.get(name) is None:
                 values[name] = _converted(variable, source[variable], convert)
                 sources[name] = variable
+        if given.get("azure") is None:
+            sources |= AzureSettings.sources(source)
         values.update({name: value for name, value in given.items() if value is not None})
         transport = {name: values.pop(name) for name in list(values) if name in _TRANSPORT_NAMES}
         return replace(cls(**values), transport=TransportSettings(**transport), sources=sources)

@@ -115,6 +115,23 @@ def test_an_object_that_is_replaced_during_a_load_is_named_with_both_versions(
     assert old != new
 
 
+def test_a_snapshot_is_not_to_be_had_where_versions_are_not_kept(
+    azurite: AzuriteServer, azure_container: Any, folder: Path, tmp_path: Path
+) -> None:
+    """The emulator keeps none; what it is asked is what Azure is asked."""
+    put(azure_container, folder)
+    uri, settings = (
+        f"az://{azure_container.container_name}/models/llama",
+        settings_for(azurite, tmp_path, account_key=azurite.key),
+    )
+    with headrace.open(uri, settings=settings) as checkpoint:
+        now = checkpoint.snapshot.id
+    headrace.open(uri, settings=settings, snapshot=now).close()
+    with pytest.raises(ObjectChanged, match="is not at snapshot 0123456789ab") as caught:
+        headrace.open(uri, settings=settings, snapshot="0123456789ab")
+    assert now in caught.value.why
+
+
 def test_weights_that_are_stored_encoded_are_refused_and_side_files_decoded(
     azurite: AzuriteServer, azure_container: Any, folder: Path, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidSetting
-from headrace.settings import Settings, TransportSettings, known_variables
+from headrace.settings import AzureSettings, Settings, TransportSettings, known_variables
 from headrace.units import UNLIMITED
 
 
@@ -198,3 +198,10 @@ def test_a_slip_in_a_variables_name_is_said_once(caplog: pytest.LogCaptureFixtur
         == 1
     )
     assert "API_KEY" not in caplog.text
+
+
+def test_the_variables_for_azure_are_named_but_not_their_values() -> None:
+    environment = {"AZURE_STORAGE_ACCOUNT_NAME": "acct", "AZURE_STORAGE_KEY": "a2V5", "AZURE_STORAGE_ACCESS_KEY": "b"}
+    named = {"azure.account": "AZURE_STORAGE_ACCOUNT_NAME", "azure.account_key": "AZURE_STORAGE_KEY"}
+    assert Settings.from_environment(environment).sources == named
+    assert Settings.from_environment(environment, azure=AzureSettings(account="other")).sources == {}

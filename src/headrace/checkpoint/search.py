@@ -54,9 +54,9 @@ def survey_at(wanted: str, store: ObjectStore, settings: Settings, uri: Uri) -> 
     raise _absent(wanted, store, present, f"{kept}.", _MEND)
 
 
-_NO_PAST = "old versions are found only in S3 and Google Cloud Storage, in buckets with versioning, and on the hub"
+_NO_PAST = "old versions are found only in S3, Google Cloud Storage and Azure, where versioning is on, and on the hub"
 _MEND = "Leave the snapshot out to take what is there, or upload that version of the model again. Buckets keep old versions where versioning is on."
-_RIGHTS = "Allow s3:ListBucketVersions on the bucket and s3:GetObjectVersion on its objects, or leave the snapshot out to take what is there."
+_RIGHTS = "Allow s3:ListBucketVersions on the bucket and s3:GetObjectVersion on its objects (Azure: read and list for versions), or leave the snapshot out to take what is there."
 
 
 def _survey_or_none(past: ObjectStore, settings: Settings, indexes: Indexes) -> Survey | None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,13 @@ from headrace.settings import TransportSettings
 from headrace.storage.answers import Level, check_answer, decode_body, is_strong, quote_etag
 from headrace.storage.azure_access import AzureAccess, AzureOptions, connect_azure
 from headrace.storage.azure_errors import BROKEN, SDK_EXCEPTIONS, complaint_of, explain_sdk_error, scrub
+from headrace.storage.azure_past import changes_of
 from headrace.storage.azure_refusal import AZURE, is_expired, is_without_container, read_azure_complaint
 from headrace.storage.credentials import CredentialSource
+from headrace.storage.past import MOST_CHANGES, past_states, too_many_versions
 from headrace.storage.refusal import Complaint, Place, judge_complaint
 from headrace.storage.rooted import RootedStore
-from headrace.storage.store import HttpRange, Listing, Refusal, StoredObject, Verdict
+from headrace.storage.store import HttpRange, Listing, ObjectStore, Refusal, StoredObject, Verdict
 from headrace.storage.uri import Uri, check_key
 
 _REFRESH_PAUSE_S = 1.0  # All readers meet an expired token at the same moment; one refresh serves them all.
@@ -72,13 +74,20 @@ class AzureStore(RootedStore):
             self._check_root_is_folder()
         return listing
 
+    def open_past(self) -> Iterator[ObjectStore]:
+        """Yield the store as it was before, the newest state first; see `headrace.storage.past`. Raises `AccessDenied` without the right to list versions."""
+        blobs: list[Any] = self._call(lambda access: _gather_versions(access, self._prefix), self._place(""))
+        if len(blobs) > MOST_CHANGES:
+            raise too_many_versions(str(self._uri))
+        yield from past_states(self, list(changes_of(blobs, self._prefix)))
+
     def stat(self, key: str) -> StoredObject:
         """Return size and version of one object. Raises `ObjectNotFound`."""
         found = self._properties(self._prefix + check_key(key), self._place(key))
         return StoredObject(key, found.size, quote_etag(found.etag))
 
     def read_object(self, stored: StoredObject, *, start: int = 0, stop: int | None = None) -> bytes:
-        """Read a small object, or a piece of it, at its pinned version.
+        """Read a small object, or a piece of it, at its pinned version, which may be an old one.
 
         An object that is stored gzip-encoded is decoded when it is read as a whole; a piece of one is refused, since it would be a piece of the
         encoded bytes. Raises `ObjectChanged` where the pinned version is gone.
@@ -93,7 +102,8 @@ class AzureStore(RootedStore):
             arguments |= {"etag": stored.version, "match_condition": MatchConditions.IfNotModified}
 
         def download(access: AzureAccess) -> tuple[Any, bytes]:
-            stream = access.client.get_blob_client(name).download_blob(**arguments)
+            client = access.client.get_blob_client(name, version_id=stored.version_id or None)
+            stream = client.download_blob(**arguments)
             return stream.properties, stream.readall()
 
         properties, content = self._call(lambda access: _repeat(download, access), place, stored)
@@ -108,7 +118,7 @@ class AzureStore(RootedStore):
         if is_strong(stored.version):
             headers.append(("If-Match", stored.version))
         try:
-            target, headers = access.authorise(path, headers, self._clock())
+            target, headers = access.authorise(path, headers, self._clock(), stored.version_id)
         except SDK_EXCEPTIONS as error:
             raise self._name_reading(explain_sdk_error(error, self._place(stored.key))) from scrub(error)
         return HttpRange(
@@ -120,6 +130,7 @@ class AzureStore(RootedStore):
             start=start,
             stop=stop,
             etag=stored.version or None,
+            version_header=("x-ms-version-id", stored.version_id) if stored.version_id else None,
             ca_file=access.ca_file,
             verify_tls=self._options.verify_tls,
         )
@@ -276,6 +287,16 @@ def _gather(access: AzureAccess, prefix: str, place: Place) -> Level:
             )
         last_token = token
     return level
+
+
+def _gather_versions(access: AzureAccess, prefix: str) -> list[Any]:
+    """Return all versions of all blobs below ``prefix``, folders left out; a few more than `MOST_CHANGES` at most."""
+    found: list[Any] = []
+    for page in access.client.list_blobs(name_starts_with=prefix, include=["versions", "metadata"]).by_page():
+        found.extend(blob for blob in page if not _is_folder(blob.metadata))
+        if len(found) > MOST_CHANGES:
+            break
+    return found
 
 
 def _next_page(pages: Any) -> Any:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import certifi
 from azure.core.credentials import AzureNamedKeyCredential, AzureSasCredential
@@ -73,14 +74,17 @@ class AzureAccess:
         """The kind of credentials that is shown, in words; empty for anonymous requests."""
         return self.location.credentials if self.key or self.sas or self.tokens else ""
 
-    def authorise(self, path: str, headers: Headers, now: float) -> tuple[str, Headers]:
-        """Return the target and the headers of a GET of ``path`` that is allowed now. May raise the errors of the token's credential."""
+    def authorise(self, path: str, headers: Headers, now: float, version_id: str = "") -> tuple[str, Headers]:
+        """Return the target and the headers of a GET of ``path`` that is allowed now, of an older version where one is named. May raise the errors of the token's credential."""
         headers = [*headers, ("x-ms-version", self.api_version)]
         if self.key is not None:
-            return path, sign_headers(self.key, path, headers, now)
+            return path + _version_query(version_id), sign_headers(self.key, path, headers, now, version_id)
         if self.tokens is not None:
             headers.append(("Authorization", f"Bearer {self.tokens.token()}"))
-        return (f"{path}?{self.sas}" if self.sas else path), headers
+        query = _version_query(version_id)
+        if self.sas:
+            query += f"{'&' if query else '?'}{self.sas}"
+        return path + query, headers
 
     def describe(self) -> CredentialSource:
         """Return what is shown, for people; where that is a token, one is asked for. May raise the credential's errors."""
@@ -154,6 +158,10 @@ def connect_azure(
         raise explain_sdk_error(error, Place(str(uri), location.url)) from scrub(error)
     target = find_target(location.url, location.container)
     return AzureAccess(client, target, location, client.api_version, ca_file, key, sas or "", tokens)
+
+
+def _version_query(version_id: str) -> str:
+    return f"?versionid={quote(version_id, safe='')}" if version_id else ""
 
 
 def _make_retries(transport: TransportSettings) -> ExponentialRetry:

@@ -65,8 +65,12 @@ def read_key(account: str, text: str) -> AzureKey:
         ) from None
 
 
-def sign_headers(key: AzureKey, path: str, headers: list[tuple[str, str]], now: float) -> list[tuple[str, str]]:
+def sign_headers(
+    key: AzureKey, path: str, headers: list[tuple[str, str]], now: float, version_id: str = ""
+) -> list[tuple[str, str]]:
     """Return ``headers`` of a GET of ``path`` (already encoded, without a query), dated and signed; ``now`` is in seconds since 1970.
+
+    ``version_id`` is the value of the request's query ``versionid``, which is its only one; empty where it has none.
 
     9 µs a call (measured 2026-11-29, Python 3.11).
     """
@@ -76,5 +80,7 @@ def sign_headers(key: AzureKey, path: str, headers: list[tuple[str, str]], now: 
     # After the method, seven headers that a GET does not have; after If-Match, three more (the range is among our own).
     standard = ["GET", *([""] * 7), named.get("if-match", ""), *([""] * 3)]
     text = "".join(f"{line}\n" for line in standard) + f"{own}/{key.account}{path}"
+    if version_id:
+        text += f"\nversionid:{version_id}"
     signature = base64.b64encode(hmac.digest(key.secret, text.encode(), sha256)).decode()
     return [*headers, ("Authorization", f"SharedKey {key.account}:{signature}")]

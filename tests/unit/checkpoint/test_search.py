@@ -161,7 +161,7 @@ def test_a_store_without_a_past_says_so(tmp_path: Path) -> None:
     now = opened(tmp_path, store).snapshot.id
     with pytest.raises(ObjectChanged) as caught:
         opened(tmp_path, store, "f" * 12)
-    assert now in caught.value.why and "only in S3 and Google Cloud Storage" in caught.value.why
+    assert now in caught.value.why and "only in S3, Google Cloud Storage and Azure" in caught.value.why
 
 
 def test_what_is_there_now_need_not_be_a_checkpoint(tmp_path: Path) -> None:

@@ -39,19 +39,23 @@ def signature_of_the_sdk(account: str, url: str, headers: list[tuple[str, str]])
     "key", ["m/a.safetensors", "a b", "a+b", "a%20b", "ü/重", "a=b&c", "a#b?c", "-._~", "!'()*;:@,$[]"]
 )
 @pytest.mark.parametrize("version", ['"0x8DC"', ""])
-def test_signatures_are_those_of_the_sdk(account_url: str, container: str, key: str, version: str) -> None:
+@pytest.mark.parametrize("version_id", ["2026-01-02T03:04:05.1234567Z", ""])
+def test_signatures_are_those_of_the_sdk(
+    account_url: str, container: str, key: str, version: str, version_id: str
+) -> None:
     target = find_target(account_url, container)
     path = target.encode(key)
     asked = [("x-ms-range", "bytes=5-9"), ("Accept-Encoding", "identity"), ("x-ms-version", "2025-11-05")]
     if version:
         asked.append(("If-Match", version))
-    signed = sign_headers(read_key("acct", KEY), path, asked, NOW)
+    signed = sign_headers(read_key("acct", KEY), path, asked, NOW, version_id)
+    query = f"?versionid={quote(version_id, safe='')}" if version_id else ""
     *shown, (name, signature) = signed
     assert name == "Authorization"
     assert ("x-ms-date", "Tue, 14 Nov 2023 22:13:20 GMT") in shown
     assert set(asked) < set(shown)
     host = account_url.partition("://")[2].partition("/")[0]
-    assert signature == signature_of_the_sdk("acct", f"{target.scheme}://{host}{path}", shown)
+    assert signature == signature_of_the_sdk("acct", f"{target.scheme}://{host}{path}{query}", shown)
 
 
 def test_what_proxies_rewrite_is_not_signed() -> None:
