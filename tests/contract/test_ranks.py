@@ -22,7 +22,9 @@ from headrace.checkpoint import Checkpoint, open_checkpoint
 from headrace.compat.sglang import runai_safetensors_weights_iterator
 from headrace.errors import ObjectNotFound, PlacementError, RankFailed, StreamError
 from headrace.settings import Settings
-from headrace.streaming import DistributedStream
+from headrace.streaming import DistributedStream, Lockstep
+from headrace.streaming.processgroup import GroupLink
+from headrace.streaming.ranks import Exchange
 from tests.engines.models import edit_config, save_model
 from tests.support.fault_server import FaultServer, Script, refuse
 from tests.support.rank_processes import Outcome, RankProcesses
@@ -91,10 +93,15 @@ def opened(place: Place, **more: Any) -> Checkpoint:
     return open_checkpoint(store, settings=settings_of(**more))
 
 
-def load_together(rank: int, place: Place, memory_limit_bytes: int = 0) -> tuple[Digests, int, tuple[int, ...]]:
+def load_together(
+    rank: int, place: Place, memory_limit_bytes: int = 0, exchange: Exchange = "auto"
+) -> tuple[Digests, int, tuple[int, ...]]:
     settings = settings_of(memory_limit_bytes=memory_limit_bytes)
-    with opened(place) as checkpoint, headrace.stream(checkpoint, distributed=True, settings=settings) as stream:
-        assert isinstance(stream, DistributedStream)
+    with (
+        opened(place) as checkpoint,
+        DistributedStream(checkpoint, lockstep=Lockstep(GroupLink()), settings=settings, exchange=exchange) as stream,
+    ):
+        assert stream.exchange == ("shared" if exchange == "auto" else exchange)
         found = {name: digest(tensor) for name, tensor in stream}
         return found, stream.report.bytes_read, stream.bytes_read_by_rank
 
@@ -232,11 +239,12 @@ def body_ranges(server: FaultServer, payload: bytes) -> list[tuple[int, int]]:
     return sorted((sent.start, sent.stop) for sent in server.log if sent.start >= start and sent.status == 206)
 
 
+@pytest.mark.parametrize("exchange", ["auto", "broadcast"])
 @pytest.mark.parametrize("memory_limit_bytes", [0, 64 << 20])
 def test_every_rank_gets_all_tensors_and_each_byte_is_read_once(
-    ranks: RankProcesses, server: FaultServer, payload: bytes, wanted: Digests, memory_limit_bytes: int
+    ranks: RankProcesses, server: FaultServer, payload: bytes, wanted: Digests, memory_limit_bytes: int, exchange: str
 ) -> None:
-    outcomes = ranks.run(load_together, place_of(server), memory_limit_bytes)
+    outcomes = ranks.run(load_together, place_of(server), memory_limit_bytes, exchange)
     assert [outcome.error for outcome in outcomes] == [None] * NUM_RANKS
     ranges = body_ranges(server, payload)
     at = 8 + int.from_bytes(payload[:8], "little")

@@ -101,7 +101,7 @@ def _agree(lockstep: Lockstep, opened: Opened, terms: StreamTerms) -> bool:
     is_remote = checkpoint.store.uri.scheme != "file"
     facts = facts_of(checkpoint, opened.entries, terms.settings, raw=terms.options.raw)
     step = Step(name="planning", work=lambda: None, numbers=facts.numbers)
-    told = [Facts(*status.numbers) for status in lockstep.run(step)]
+    told = [Facts.from_numbers(status.numbers) for status in lockstep.run(step)]
     check_snapshots(told, uri=checkpoint.uri, is_remote=is_remote)
     is_shared = shares_reading(told, distributed=terms.distributed, is_remote=is_remote)
     if terms.distributed and not is_shared and lockstep.link.rank == 0:

@@ -28,6 +28,8 @@ class Agreement:
     """How much of its shares a rank may read ahead; `UNLIMITED` is possible."""
     local_ranks: int
     """The most ranks that one machine has."""
+    is_one_host: bool
+    """Whether all ranks are on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,11 @@ class Facts:
     """The node's memory limit as this rank sees it."""
     local_ranks: int
     host: int
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Facts:
+        """Return the facts that `numbers` gave; what follows them is nothing."""
+        return cls(*numbers[:5])
 
     def numbers(self) -> tuple[int, ...]:
         return self.snapshot, self.entries, self.limit_bytes, self.local_ranks, self.host
@@ -66,11 +73,12 @@ def agree(told: Sequence[Facts], *, uri: str, snapshot_id: str) -> Agreement:
     limit = min((facts.limit_bytes for facts in told if facts.limit_bytes != UNLIMITED), default=UNLIMITED)
     on_one_host = max(Counter(facts.host for facts in told).values())
     local_ranks = max(on_one_host, *(facts.local_ranks for facts in told))
+    is_one_host = on_one_host == len(told)
     if limit == UNLIMITED:
-        return Agreement(_LARGEST_WINDOW_BYTES, UNLIMITED, local_ranks)
+        return Agreement(_LARGEST_WINDOW_BYTES, UNLIMITED, local_ranks, is_one_host)
     share = limit // local_ranks
     window_bytes = min(share // 2, _LARGEST_WINDOW_BYTES)
-    return Agreement(window_bytes, share - window_bytes, local_ranks)
+    return Agreement(window_bytes, share - window_bytes, local_ranks, is_one_host)
 
 
 def facts_of(checkpoint: Checkpoint, entries: Sequence[Entry], settings: Settings, *, raw: bool) -> Facts:

@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 from headrace.checkpoint import Entry
 from headrace.streaming.memory import Bytes, Memory
 from headrace.streaming.shares import Part, Window
 from headrace.units import UNLIMITED
+
+
+class Blocks(Protocol):
+    """The memory of blocks, by window and place in it. Any thread."""
+
+    def allocate(self, window: int, block: int) -> Bytes:
+        """Return the memory of one block, to be filled. Called once for each."""
+
+    def hand_out(self, window: int, block: int) -> Bytes:
+        """Return the memory of one block that was filled, for tensors that own it. Called once for each, after `allocate`."""
+
+
+class OwnBlocks:
+    """Blocks of this rank alone, out of ``memory``."""
+
+    def __init__(self, windows: Sequence[Window], memory: Memory) -> None:
+        self._windows = windows
+        self._memory = memory
+        self._arrays: dict[tuple[int, int], Bytes] = {}
+
+    def allocate(self, window: int, block: int) -> Bytes:
+        array = self._memory.allocate(self._windows[window].blocks[block].size_bytes)
+        self._arrays[window, block] = array
+        return array
+
+    def hand_out(self, window: int, block: int) -> Bytes:
+        return self._arrays.pop((window, block))
 
 
 class BlockRoom:
@@ -18,10 +46,10 @@ class BlockRoom:
     promoted_bytes: int = 0
 
     def __init__(
-        self, windows: Sequence[Window], parts: Sequence[Sequence[Part]], memory: Memory, *, limit_bytes: int
+        self, windows: Sequence[Window], parts: Sequence[Sequence[Part]], blocks: Blocks, *, limit_bytes: int
     ) -> None:
         self._windows = windows
-        self._memory = memory
+        self._blocks = blocks
         self._limit_bytes = limit_bytes
         self._where = {part.entry: (number, part) for number, some in enumerate(parts) for part in some}
         self._arrays: dict[tuple[int, int], Bytes] = {}
@@ -61,14 +89,16 @@ class BlockRoom:
         with self._lock:
             array = self._arrays.get((window, block))
             if array is None:
-                array = self._memory.allocate(self._windows[window].blocks[block].size_bytes)
-                self._arrays[window, block] = array
+                array = self._arrays[window, block] = self._blocks.allocate(window, block)
             return array
 
     def release(self, window: int) -> list[Bytes]:
-        """Return the memory of a window's blocks, and keep it no longer."""
+        """Return the memory of a window's blocks, which all are filled, and keep it no longer."""
         with self._lock:
-            return [self._arrays.pop((window, block)) for block in range(len(self._windows[window].blocks))]
+            numbers = range(len(self._windows[window].blocks))
+            for block in numbers:
+                del self._arrays[window, block]
+            return [self._blocks.hand_out(window, block) for block in numbers]
 
     def close(self) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
-"""Ranks that load together: each reads a share and sends it to the others, so that the group reads every byte once and every rank gets every tensor.
+"""Ranks that load together: each reads a share for all of them, so that the group reads every byte once and every rank gets every tensor.
 
 Entries are loaded window by window (`headrace.streaming.shares`). Each rank streams its shares into the memory where their tensors will stay, reading ahead of the group; when
-all have read their share of a window, each segment of it is broadcast from its reader into the same place of everybody's memory. In between, ranks tell each other how they are
-(`headrace.streaming.lockstep`). What could differ between ranks is compared or agreed on before the first read.
+all have read their share of a window, the others find it in the same memory (`headrace.streaming.sharedblocks`), or, where they are on several machines, each segment is broadcast from
+its reader into the same place of everybody's memory. In between, ranks tell each other how they are (`headrace.streaming.lockstep`). What could differ between ranks is compared or agreed on before the first read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Literal
 
 import torch
 
@@ -21,15 +22,19 @@ from headrace.process import HomeProcess
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
 from headrace.streaming.agreement import Agreement, Facts, agree, facts_of
-from headrace.streaming.blocks import BlockRoom
+from headrace.streaming.blocks import BlockRoom, OwnBlocks
 from headrace.streaming.lockstep import Lockstep, Status, Step
 from headrace.streaming.memory import Bytes, Memory, PrivateMemory
 from headrace.streaming.report import LoadReport
+from headrace.streaming.sharedblocks import SharedBlocks, share_blocks
 from headrace.streaming.shares import parts_of, plan_windows
 from headrace.streaming.stream import PoolFactory, StreamOptions, TensorStream
 from headrace.streaming.tensors import Destination, mark, torch_dtype
 from headrace.transport import open_pool
 from headrace.units import MIB, UNLIMITED
+
+Exchange = Literal["auto", "shared", "broadcast"]
+"""How what one rank read comes to the others."""
 
 _LEAST_FOR_READS_BYTES = 4 * MIB
 """For how much memory reads are planned at least: a window is never smaller than 1 MiB for each rank, so shorter reads would save nothing."""
@@ -56,11 +61,16 @@ class DistributedStream:
         settings: Settings | None = None,
         progress: LoadProgress | None = None,
         memory: Memory | None = None,
+        exchange: Exchange = "auto",
         owns_checkpoint: bool = False,
         pool: PoolFactory = open_pool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Agree with the other ranks on what is read, in which windows; every rank of the group constructs its stream, or none returns."""
+        """Agree with the other ranks on what is read, in which windows, and on how it is exchanged; every rank of the group constructs its stream, or none returns.
+
+        ``exchange`` is ``shared`` for memory that all ranks map, ``broadcast`` over the group, or ``auto``: shared where all ranks are on one machine and can see it. ``memory``
+        is where tensors lie that are broadcast; where it is given nothing is shared.
+        """
         self.checkpoint = checkpoint
         self.options = options or StreamOptions()
         self.settings = settings or Settings.from_environment()
@@ -77,9 +87,9 @@ class DistributedStream:
         if not self.windows:
             lockstep.is_over = True  # there is nothing to exchange
         self._parts = [tuple(parts_of(window, self.entries, rank)) for window in self.windows]
-        self._room = BlockRoom(
-            self.windows, self._parts, memory or PrivateMemory(), limit_bytes=self._agreement.ahead_bytes
-        )
+        blocks = self._choose_blocks(exchange, memory)
+        self.exchange: Exchange = "shared" if isinstance(blocks, SharedBlocks) else "broadcast"
+        self._room = BlockRoom(self.windows, self._parts, blocks, limit_bytes=self._agreement.ahead_bytes)
         self._own: TensorStream | None = None
         self._own_progress = LoadProgress(clock=clock)
         self._arrived: dict[int, Bytes] = {}
@@ -196,7 +206,7 @@ class DistributedStream:
 
         # What is told before the work is done is not looked at, but must not be mistaken for facts.
         step = Step(name="planning", work=work, numbers=lambda: facts[0].numbers() if facts else ())
-        told = [Facts(*status.numbers) for status in self._lockstep.run(step)]
+        told = [Facts.from_numbers(status.numbers) for status in self._lockstep.run(step)]
         try:
             agreement = agree(told, uri=str(self.checkpoint.uri), snapshot_id=self.checkpoint.snapshot.id)
         except StreamError:
@@ -204,6 +214,14 @@ class DistributedStream:
             raise
         self._lockstep.key = told[0].entries
         return agreement
+
+    def _choose_blocks(self, exchange: Exchange, memory: Memory | None) -> SharedBlocks | OwnBlocks:
+        if exchange not in ("auto", "shared", "broadcast"):
+            raise InvalidSetting(f"exchange is {exchange!r}.", "It must be auto, shared or broadcast.")
+        shared = None
+        if memory is None and exchange != "broadcast" and self.windows and self._agreement.is_one_host:
+            shared = share_blocks(self.windows, self._lockstep)
+        return shared or OwnBlocks(self.windows, memory or PrivateMemory())
 
     def _check_options(self) -> None:
         if self.options.ownership == "leased" and self.options.on_budget == "error":
@@ -230,7 +248,7 @@ class DistributedStream:
             work=lambda: self._read_share(number),
             numbers=self._numbers,
             heard=self._heard,
-            finish=lambda: self._broadcast(number),
+            finish=lambda: self._broadcast(number) if self.exchange == "broadcast" else None,
             cancel=self._cancel,
             is_last=number == len(self.windows) - 1,
         )
@@ -240,6 +258,8 @@ class DistributedStream:
             self._error = error if isinstance(error, Exception) else None
             self._cancel()
             raise
+        if self._is_closed:  # by another thread, when the others could no longer hear of it in this step
+            return
         self._next_window += 1
         for block, array in zip(window.blocks, self._room.release(number), strict=True):
             for place, offset in zip(block.places, block.offsets, strict=True):

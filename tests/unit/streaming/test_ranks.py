@@ -97,13 +97,15 @@ def assert_same(loaded: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         )
 
 
+@pytest.mark.parametrize("exchange", ["shared", "broadcast"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_every_rank_gets_every_tensor_and_reads_its_share(folder: Path, num_ranks: int) -> None:
+def test_every_rank_gets_every_tensor_and_reads_its_share(folder: Path, num_ranks: int, exchange: str) -> None:
     def work(stream: DistributedStream) -> Any:
+        assert stream.exchange == exchange
         loaded = load_all(stream)
         return loaded, list(loaded), stream.bytes_read_by_rank, stream.report
 
-    outcomes = on_ranks(folder, num_ranks, work)
+    outcomes = on_ranks(folder, num_ranks, work, exchange=exchange)
     with headrace.open(folder, settings=settings_of()) as checkpoint:
         order, total = list(checkpoint.entries), checkpoint.total_bytes
     for loaded, names, by_rank, report in outcomes:
@@ -139,7 +141,7 @@ def test_ranks_with_different_free_memory_plan_alike(folder: Path, monkeypatch: 
 
 def test_all_ranks_call_the_same_collectives(folder: Path) -> None:
     group = ThreadGroup(3)
-    on_ranks(folder, 3, load_all, group=group, settings=settings_of(memory_limit_bytes=0))
+    on_ranks(folder, 3, load_all, group=group, settings=settings_of(memory_limit_bytes=0), exchange="broadcast")
     assert group.calls[0] == group.calls[1] == group.calls[2]
     senders = [call.rpartition(" ")[2] for call in group.calls[0] if call.startswith("broadcast")]
     assert set(senders) == {"0", "1", "2"}
