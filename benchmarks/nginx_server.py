@@ -24,7 +24,8 @@ pid {folder}/nginx.pid;
 error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
 http {{
-    access_log off;
+    log_format bytes "$body_bytes_sent";
+    access_log {folder}/access.log bytes;
     sendfile on;
     sendfile_max_chunk 2m;
     tcp_nopush on;
@@ -123,6 +124,11 @@ class NginxServer:
             "AWS_EC2_METADATA_DISABLED": "true",
         }
         return found | ({"AWS_CA_BUNDLE": str(self.ca_file)} if self._tls else {})
+
+    def bytes_sent(self) -> int:
+        """Return how many bytes of bodies it has sent so far, for requests that are over."""
+        path = self._folder / "access.log"
+        return sum(int(line) for line in path.read_text().split()) if path.exists() else 0
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of its workers so far, user and system."""

@@ -1,9 +1,10 @@
-"""`headrace inspect`: says what a checkpoint holds, from its headers and its configuration. Reads no weight; imports torch only where weights are packed."""
+"""`headrace inspect`: says what a checkpoint holds, from its headers and its configuration. Reads no weight; imports torch only where weights are packed or a load is planned."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,26 @@ CONTEXT_TOKENS = 1000
 
 _NESTED_CONFIGS = ("text_config", "language_config", "llm_config")
 """Where models that see or hear keep the configuration of their language model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Of which load a plan is made."""
+
+    num_ranks: int = 1
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    as_model: bool = False
+    """What Transformers takes, in its order, rather than every tensor in the order of the files."""
+    language_only: bool = False
+    layers: str | None = None
+    """``first:stop``, half open, as Python writes slices."""
+    experts: str | None = None
+
+    @property
+    def asks_model(self) -> bool:
+        """Whether Transformers must be asked which tensors are wanted."""
+        return self.as_model or self.language_only or self.layers is not None or self.experts is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +91,31 @@ class Inspection:
 
 
 def inspect(
-    uri: str, *, settings: Settings, snapshot: str | None = None, tensors: bool = False, json: bool = False
+    uri: str,
+    *,
+    settings: Settings,
+    snapshot: str | None = None,
+    tensors: bool = False,
+    json: bool = False,
+    plan: PlanOptions | None = None,
 ) -> None:
-    """Print what the checkpoint at ``uri`` holds; with ``tensors`` each of them as well."""
-    with open_checkpoint(uri, snapshot=snapshot, settings=settings) as checkpoint:
+    """Print what the checkpoint at ``uri`` holds; with ``tensors`` each of them as well, with ``plan`` what a load of it would ask for."""
+    forecast = None
+    with ExitStack() as stack:
+        if plan is not None:
+            # These import torch, which a plain inspection need not wait for.
+            from headrace.cli import planning
+            from headrace.engines.collector import collector_paused
+
+            stack.enter_context(collector_paused())
+        checkpoint = stack.enter_context(open_checkpoint(uri, snapshot=snapshot, settings=settings))
         found, entries = examine(checkpoint), list(checkpoint.entries.values())
+        if plan is not None:
+            forecast = planning.forecast(checkpoint, plan, settings)
     if json:
+        planned = {"plan": forecast.to_dict()} if forecast is not None else {}
         listed = {"tensors": [asdict(entry) for entry in entries]} if tensors else {}
-        print_json({**asdict(found), **listed})
+        print_json({**asdict(found), **planned, **listed})
         return
     print_rows(found.rows())
     for warning in found.packing.warnings:
@@ -91,6 +129,9 @@ def inspect(
         (row.dtype, f"{row.num_tensors:,}", f"{row.num_values:,}", format_bytes(row.size_bytes)) for row in found.dtypes
     ]
     print_table(("dtype", "tensors", "values", "size"), totals)
+    if forecast is not None:
+        print()
+        planning.print_forecast(forecast)
     if tensors:
         print()
         rows = [

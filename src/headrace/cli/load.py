@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.cli.console import print_json, print_rows
+from headrace.cli.ranks import on_ranks
 from headrace.settings import Settings
 from headrace.streaming import ExtraConfig, LoadProgress, LoadReport, ProgressDisplay, parse_extra_config, stream
 
@@ -27,6 +28,8 @@ class LoadOptions:
     keep: bool = False
     """Hold every tensor until the end, as an engine does, rather than drop each as it comes."""
     json: bool = False
+    num_ranks: int = 1
+    """How many processes of this machine load together, each byte once."""
 
 
 def unsaid(extra_config: str | None, *, connections: int | None, memory_limit: int | None) -> ExtraConfig:
@@ -41,7 +44,7 @@ def unsaid(extra_config: str | None, *, connections: int | None, memory_limit: i
 
 def load(options: LoadOptions) -> None:
     """Stream the tensors and print the account. Raises what streaming raises; then nothing is printed."""
-    report = stream_once(options)
+    report = stream_once(options) if options.num_ranks == 1 else on_ranks(options.num_ranks, stream_once, options)[0]
     if options.json:
         print_json(report.to_dict())
     else:
@@ -49,8 +52,9 @@ def load(options: LoadOptions) -> None:
 
 
 def stream_once(options: LoadOptions) -> LoadReport:
-    """Stream the tensors that ``options`` name, and return the account of it."""
+    """Stream the tensors that ``options`` name, and return the account of it: of all ranks, where this is one of several."""
     progress = LoadProgress()
+    is_shared = options.num_ranks > 1
     with ProgressDisplay(progress, enabled=options.settings.progress):
         tensors = stream(
             options.uri,
@@ -61,6 +65,7 @@ def stream_once(options: LoadOptions) -> LoadReport:
             snapshot=options.snapshot,
             load_format=options.load_format,
             extra_config=options.extra_config,
+            distributed=True if is_shared else "auto",
             settings=options.settings,
             progress=progress,
         )

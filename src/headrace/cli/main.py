@@ -6,6 +6,7 @@ Exit codes: 0, 1 for anything that failed, 2 for a command line that is not one,
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -57,6 +58,14 @@ def _bandwidth(text: str) -> int:
         return parse_rate(text)
     except InvalidSetting as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _number_range(text: str) -> str:
+    """Return the text of a range of whole numbers, as it is."""
+    match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise typer.BadParameter(f"{text!r} is not a range. Write the first number and the one after the last: 0:12.")
+    return text
 
 
 def _show_version(wanted: bool) -> None:
@@ -298,6 +307,9 @@ def _load(
             help="concurrency, memory_limit (bytes), distributed, as one JSON object; other options win.",
         ),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=64, help="Processes that load together: each byte is read once, all get it.")
+    ] = 1,
     json: Json = False,
     snapshot: Snapshot = None,
     connections: Connections = None,
@@ -320,6 +332,7 @@ def _load(
             extra_config=unsaid(extra_config, connections=connections, memory_limit=memory_limit),
             keep=keep,
             json=json,
+            num_ranks=ranks,
         )
         load(wanted)
 
@@ -328,15 +341,54 @@ def _load(
 def _inspect(
     uri: Uri,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what a load asks for, and how long that takes at least.")
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="With --plan: ranks of one node that share the load.")] = 1,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="With --plan: load only tensors with such names.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOB", help="With --plan: leave out tensors with such names.")
+    ] = None,
+    as_model: Annotated[
+        bool, typer.Option("--as-model", help="With --plan: load what the model takes, as Transformers builds it.")
+    ] = False,
+    language_only: Annotated[
+        bool, typer.Option("--language-only", help="With --plan: leave out the encoders of a multimodal model.")
+    ] = False,
+    layers: Annotated[
+        str | None,
+        typer.Option(parser=_number_range, metavar="FIRST:STOP", help="With --plan: only these decoder layers."),
+    ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(parser=_number_range, metavar="FIRST:STOP", help="With --plan: only these experts of each layer."),
+    ] = None,
     snapshot: Snapshot = None,
+    connections: Connections = None,
+    memory_limit: MemoryLimit = None,
+    bandwidth_limit: BandwidthLimit = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Say what a checkpoint holds, from its headers alone: no weight is read."""
+    if not plan and (ranks > 1 or include or exclude or as_model or language_only or layers or experts):
+        raise typer.BadParameter("--ranks, and what says which tensors to load, go with --plan.")
     with reported(debug=debug, after=_advice_on(uri)):
-        from headrace.cli.inspect import inspect
+        from headrace.cli.inspect import PlanOptions, inspect
 
-        inspect(uri, settings=Settings.from_environment(), snapshot=snapshot, tensors=tensors, json=json)
+        planned = PlanOptions(
+            num_ranks=ranks,
+            include=include or (),
+            exclude=exclude or (),
+            as_model=as_model,
+            language_only=language_only,
+            layers=layers,
+            experts=experts,
+        )
+        settings = _settings(connections, memory_limit, bandwidth_limit, no_progress=False)
+        inspect(uri, settings=settings, snapshot=snapshot, tensors=tensors, json=json, plan=planned if plan else None)
 
 
 @app.command("doctor")

@@ -21,7 +21,6 @@ import torch
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.utils import logging as transformers_logging
 
-from headrace.checkpoint import Entry
 from headrace.engines.parts_account import MTP, NEEDLESS
 from headrace.engines.placement import Placement
 from headrace.engines.renaming import Renamer
@@ -113,11 +112,12 @@ def plan_placement(model: Any, load_config: Any, assemblies: Sequence[Assembly])
     renamer = Renamer(model, load_config.weight_mapping or ())
     homes = _homes(renamer, assemblies)
     ignored = needless_names(model, homes.homeless)
-    order: list[Entry] = []
+    built: list[Assembly] = []
+    asked: dict[str, list[Any]] = {}
     rehearsal = copy.deepcopy(model)
     values = {
         name: value
-        for name, value in rehearsed_state_dict(assemblies, order.append).items()
+        for name, value in rehearsed_state_dict(assemblies, built.append, asked).items()
         if name not in homes.homeless
     }
     dry_config = replace(load_config, device_map={"": "meta"}, disk_offload_folder=None)
@@ -135,7 +135,8 @@ def plan_placement(model: Any, load_config: Any, assemblies: Sequence[Assembly])
         if name in homes.homeless
     }
     return Placement(
-        order=tuple(order),
+        order=tuple(entry for assembly in built for entry, _ in assembly.pieces),
+        asked=asked,
         targets=homes.targets,
         ignored=tuple(name for name, is_ignored in unhoused.items() if is_ignored),
         unexpected=tuple(sorted(name for name, is_ignored in unhoused.items() if not is_ignored)),
@@ -160,9 +161,7 @@ def needless_names(model: Any, homeless: Mapping[str, str]) -> dict[str, str]:
 
 def expects_extra_layers(model: Any) -> bool:
     """Say whether the configuration counts layers for multi-token prediction."""
-    config = model.config.get_text_config(decoder=True)
-    stated = getattr(config, "num_nextn_predict_layers", None)
-    return isinstance(stated, int) and stated > 0
+    return _stated_extra_layers(model.config.get_text_config(decoder=True)) > 0
 
 
 def unfilled_names(model: Any) -> list[str]:
@@ -218,17 +217,24 @@ def _ignored_pattern(model: Any) -> re.Pattern[str]:
 def _extra_layers(model: Any, homeless: Iterable[str]) -> set[int]:
     """Return the numbers of the layers for multi-token prediction, which checkpoints number on after the model's own and this class does not build.
 
-    They are as many as config.json says (``num_nextn_predict_layers``), and those that hold the projection that only such a layer has.
+    They are as many as config.json says, and those that hold the projection that only such a layer has.
     """
     config = model.config.get_text_config(decoder=True)
     own = getattr(config, "num_hidden_layers", None)
     if not isinstance(own, int):
         return set()
-    stated = getattr(config, "num_nextn_predict_layers", None)
-    extra = set(range(own, own + stated)) if isinstance(stated, int) else set()
+    extra = set(range(own, own + _stated_extra_layers(config)))
     return extra | {_layer_of(name) for name in homeless if ".eh_proj." in name and _layer_of(name) >= own}
 
 
+def _stated_extra_layers(config: Any) -> int:
+    """Return how many layers for multi-token prediction ``config`` counts."""
+    stated = [getattr(config, name, None) for name in _EXTRA_LAYER_COUNTS]
+    return max((count for count in stated if isinstance(count, int)), default=0)
+
+
+_EXTRA_LAYER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+"""DeepSeek's name for it, which most have, Qwen3.5's, and Transformers' own."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _MTP_MODULE = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
 

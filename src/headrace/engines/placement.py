@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from typing import Any
 
 from headrace.checkpoint import Entry
 from headrace.errors import PlacementError
@@ -21,6 +22,8 @@ class Placement:
     """The entries that the model takes, in the order in which it takes them."""
     targets: Mapping[str, str]
     """Entry name → the parameter or buffer that it fills, or helps to fill."""
+    asked: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Value → what the model asks of it, in order: ``...``, or the slices of a tensor-parallel rank."""
     ignored: tuple[str, ...] = ()
     """Entries that the model's class declares it does not need; they are never requested."""
     unexpected: tuple[str, ...] = ()

@@ -39,6 +39,8 @@ class Output:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    spelling: str | None = field(default=None, compare=False)
+    """The stored dtype, where the value is a stored tensor as it is."""
 
 
 class Assembly(Protocol):
@@ -80,7 +82,7 @@ class Plain:
 
     @property
     def output(self) -> Output:
-        return Output(torch_shape(self.entry), torch_dtype(self.entry))
+        return Output(torch_shape(self.entry), torch_dtype(self.entry), self.entry.dtype)
 
     @property
     def outputs(self) -> Mapping[str, Output]:
@@ -216,20 +218,23 @@ class Stack:
         return built
 
 
+Index = Any
+"""What a value is asked for by: ``...`` for all of it, or slices for the part that this rank keeps."""
+
+
 class LazyValue:
-    """What stands in a state dict for a value that is not there yet: it knows its shape and dtype, and is asked for itself once, by ``[...]``."""
+    """What stands in a state dict for a value that is not there yet: it knows its shape and dtype, and is asked for itself, by ``[...]``, or for parts, by slices."""
 
     __slots__ = ("_fetch", "_spelling", "dtype", "shape")
 
-    def __init__(self, output: Output, fetch: Callable[[], torch.Tensor], *, spelling: str | None = None) -> None:
+    def __init__(self, output: Output, fetch: Callable[[Index], torch.Tensor]) -> None:
         self._fetch = fetch
-        self._spelling = spelling
+        self._spelling = output.spelling
         self.dtype = output.dtype
         self.shape = torch.Size(output.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = self._fetch()
-        return tensor if index is Ellipsis else tensor[index]
+        return self._fetch(index)
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
@@ -249,40 +254,53 @@ class LazyValue:
         return len(self.shape)
 
 
+Asked = Mapping[str, Sequence[Index]]
+"""Value → what is asked of it, in order."""
+
+
 class _Running:
-    """One assembly that is built when its first value is asked for; each value is handed over once, and no reference to it is kept."""
+    """One assembly that is built when its first value is asked for; each value is handed over as often as it was in the rehearsal, and then no reference to it is kept."""
 
-    __slots__ = ("_assembly", "_block", "_built", "_take")
+    __slots__ = ("_assembly", "_block", "_built", "_left", "_take")
 
-    def __init__(self, assembly: Assembly, take: Take, block: FindBlock) -> None:
+    def __init__(self, assembly: Assembly, take: Take, block: FindBlock, asked: Asked) -> None:
         self._assembly = assembly
         self._take = take
         self._block = block
+        self._left = {name: len(asked.get(name, (...,))) for name in assembly.outputs}
         self._built: dict[str, torch.Tensor] | None = None
 
-    def fetch(self, name: str) -> torch.Tensor:
+    def fetch(self, name: str, index: Index) -> torch.Tensor:
         if self._built is None:
             self._built = self._assembly.build(self._take, self._block)
-        return self._built.pop(name)
+        self._left[name] -= 1
+        value = self._built[name] if self._left[name] else self._built.pop(name)
+        if index is Ellipsis or value.shape != self._assembly.outputs[name].shape:
+            return value  # all of it, or what was asked for and nothing else
+        part = value[index]
+        # A view would keep the rest in memory for as long as the part is used.
+        return part if part.shape == value.shape else part.clone(memory_format=torch.contiguous_format)
 
 
 class _Rehearsed:
     """Stands for a running assembly in a rehearsal: notes what would be taken, and gives values without memory."""
 
-    __slots__ = ("_assembly", "_note", "_noted")
+    __slots__ = ("_asked", "_assembly", "_note", "_noted")
 
-    def __init__(self, assembly: Assembly, note: Callable[[Entry], None]) -> None:
+    def __init__(self, assembly: Assembly, note: Callable[[Assembly], None], asked: dict[str, list[Index]]) -> None:
         self._assembly = assembly
         self._note = note
+        self._asked = asked
         self._noted = False
 
-    def fetch(self, name: str) -> torch.Tensor:
+    def fetch(self, name: str, index: Index) -> torch.Tensor:
+        self._asked.setdefault(name, []).append(index)
         if not self._noted:
             self._noted = True
-            for entry, _ in self._assembly.pieces:
-                self._note(entry)
+            self._note(self._assembly)
         output = self._assembly.outputs[name]
-        return torch.empty(output.shape, dtype=output.dtype, device="meta")
+        whole = torch.empty(output.shape, dtype=output.dtype, device="meta")
+        return whole if index is Ellipsis else whole[index]
 
 
 class StoredValues(Mapping[str, LazyValue]):
@@ -294,7 +312,8 @@ class StoredValues(Mapping[str, LazyValue]):
 
     def __getitem__(self, name: str) -> LazyValue:
         entry = self._entries[name]
-        return LazyValue(Plain(entry, name).output, lambda: self._take(entry), spelling=entry.dtype)
+        plain = Plain(entry, name)
+        return LazyValue(plain.output, lambda index: _Running(plain, self._take, no_block, {}).fetch(name, index))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -303,14 +322,18 @@ class StoredValues(Mapping[str, LazyValue]):
         return len(self._entries)
 
 
-def state_dict(assemblies: Iterable[Assembly], take: Take, block: FindBlock = no_block) -> dict[str, LazyValue]:
-    """Return all values of ``assemblies``, by name. Each may be fetched once."""
-    return _lazy(assemblies, lambda assembly: _Running(assembly, take, block))
+def state_dict(
+    assemblies: Iterable[Assembly], take: Take, block: FindBlock = no_block, asked: Asked | None = None
+) -> dict[str, LazyValue]:
+    """Return all values of ``assemblies``, by name. Each may be fetched as often as ``asked`` has it, once where it does not."""
+    return _lazy(assemblies, lambda assembly: _Running(assembly, take, block, asked or {}))
 
 
-def rehearsed_state_dict(assemblies: Iterable[Assembly], note: Callable[[Entry], None]) -> dict[str, LazyValue]:
-    """Return values on the meta device that tell ``note`` which entries would be taken, in order."""
-    return _lazy(assemblies, lambda assembly: _Rehearsed(assembly, note))
+def rehearsed_state_dict(
+    assemblies: Iterable[Assembly], note: Callable[[Assembly], None], asked: dict[str, list[Index]]
+) -> dict[str, LazyValue]:
+    """Return values on the meta device that tell ``note`` which assemblies would be built, in order, and ``asked`` what is asked of each value."""
+    return _lazy(assemblies, lambda assembly: _Rehearsed(assembly, note, asked))
 
 
 def _lazy(assemblies: Iterable[Assembly], running: Callable[[Assembly], Any]) -> dict[str, LazyValue]:
@@ -318,14 +341,13 @@ def _lazy(assemblies: Iterable[Assembly], running: Callable[[Assembly], Any]) ->
     for assembly in assemblies:
         runs = running(assembly)
         for name, output in assembly.outputs.items():
-            spelling = assembly.entry.dtype if isinstance(assembly, Plain) else None
-            values[name] = LazyValue(output, _fetcher(runs, name), spelling=spelling)
+            values[name] = LazyValue(output, _fetcher(runs, name))
     return values
 
 
-def _fetcher(runs: Any, name: str) -> Callable[[], torch.Tensor]:
-    def fetch() -> torch.Tensor:
-        tensor: torch.Tensor = runs.fetch(name)
+def _fetcher(runs: Any, name: str) -> Callable[[Index], torch.Tensor]:
+    def fetch(index: Index) -> torch.Tensor:
+        tensor: torch.Tensor = runs.fetch(name, index)
         return tensor
 
     return fetch

@@ -19,8 +19,9 @@ from headrace.engines.conversion import (
     plan_placement,
     unfilled_names,
 )
+from headrace.engines.cuts import cut
 from headrace.engines.installation import Installation, expand, odd_values
-from headrace.engines.packing import check_packing
+from headrace.engines.packing import check_packing, check_unread
 from headrace.engines.parts_account import MTP, UNUSED, describe_left_out, left_out_groups
 from headrace.engines.parts_hints import with_hints
 from headrace.engines.parts_selection import Selection
@@ -105,10 +106,13 @@ class StreamedWeights:
                 placement = self._place(model, load_config, assemblies)
             else:
                 placement = lockstep.do("planning", lambda: self._place(model, load_config, assemblies))
-            self._placement = placement
             wanted = _wanted(assemblies, placement)
+            if lockstep is None and self._conditions.load_format is LoadFormat.HEADRACE:
+                # Ranks that share the reading need the same bytes, and other libraries give whole tensors only.
+                wanted, placement = cut(wanted, placement, gap_bytes=self._conditions.settings.transport.gap_bytes)
+            self._placement = placement
             self._stream = self._open(placement, load_config.device_map, wanted)
-        values = state_dict(wanted, self._take, self._block)
+        values = state_dict(wanted, self._take, self._block, placement.asked)
         gc.collect()  # the rehearsal's model is cyclic
         with self._progress.during("weights"), collector_running():
             loading_info, offloaded = load_weights(model, values, load_config)
@@ -215,6 +219,7 @@ class StreamedWeights:
                         len(names),
                         f"{what}: {', '.join(names[:20])}",
                     )
+            check_unread(placement, self._entries, source=self._source, model_class=self._class_name)
             lenient = replace(placement, missing=(), unexpected=())
         check_placement(
             lenient,

@@ -28,7 +28,7 @@ logger = logging.getLogger("headrace")
 
 T = TypeVar("T")
 
-NUM_NUMBERS = 5
+NUM_NUMBERS = 7
 """How many numbers of the step's own a status can hold."""
 BEAT_S = 0.5
 """How often a rank that works tells the others so."""

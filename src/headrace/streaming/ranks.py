@@ -23,9 +23,9 @@ from headrace.progress import LoadProgress
 from headrace.settings import Settings
 from headrace.streaming.agreement import Agreement, Facts, agree, facts_of
 from headrace.streaming.blocks import BlockRoom, OwnBlocks
-from headrace.streaming.lockstep import Lockstep, Status, Step
+from headrace.streaming.lockstep import NUM_NUMBERS, Lockstep, Status, Step
 from headrace.streaming.memory import Bytes, Memory, PrivateMemory
-from headrace.streaming.report import LoadReport
+from headrace.streaming.report import LoadReport, RankReport
 from headrace.streaming.sharedblocks import SharedBlocks, share_blocks
 from headrace.streaming.shares import parts_of, plan_windows
 from headrace.streaming.stream import PoolFactory, StreamOptions, TensorStream
@@ -98,6 +98,8 @@ class DistributedStream:
         self._statuses: Sequence[Status] = ()
         self._bytes_heard = 0
         self._peak_bytes = 0
+        self._reading_s = 0.0
+        self._waiting_s = 0.0
         self._started: float | None = None
         self._ended: float | None = None
         self._error: Exception | None = None
@@ -174,7 +176,7 @@ class DistributedStream:
     def report(self) -> LoadReport:
         """The account so far: bytes, requests and connections of all ranks together, as of the last exchange; memory and time of this one."""
         sums = [sum(column) for column in zip(*(status.numbers for status in self._statuses), strict=True)]
-        _, bytes_read, num_requests, num_retries, num_hedges = sums or [0] * 5
+        _, bytes_read, num_requests, num_retries, num_hedges, *_ = sums or [0] * NUM_NUMBERS
         started = self._started
         stopped = self._ended if self._ended is not None else self._clock()
         return LoadReport(
@@ -193,6 +195,18 @@ class DistributedStream:
             phases=dict(self.progress.phases),
             peak_staging_bytes=self._peak_bytes,
             settings_from=dict(self.settings.sources),
+            exchange=self.exchange,
+            ranks=tuple(self._account_of(rank, status) for rank, status in enumerate(self._statuses)),
+        )
+
+    def _account_of(self, rank: int, status: Status) -> RankReport:
+        bytes_done, bytes_read, *_, reading_ms, waiting_ms = status.numbers
+        return RankReport(
+            rank=rank,
+            bytes_read=bytes_read,
+            bytes_received=sum(one.numbers[0] for one in self._statuses) - bytes_done,
+            seconds_reading=reading_ms / 1e3,
+            seconds_waiting=waiting_ms / 1e3,
         )
 
     # -- what the ranks agree on
@@ -242,6 +256,7 @@ class DistributedStream:
         """Read this rank's share of the next window, exchange it, and take in the window's tensors."""
         number = self._next_window
         window = self.windows[number]
+        began, reading_s = self._clock(), self._reading_s
         self._started = self._clock() if self._started is None else self._started
         step = Step(
             name="loading weights",
@@ -258,6 +273,7 @@ class DistributedStream:
             self._error = error if isinstance(error, Exception) else None
             self._cancel()
             raise
+        self._waiting_s += self._clock() - began - (self._reading_s - reading_s)
         if self._is_closed:  # by another thread, when the others could no longer hear of it in this step
             return
         self._next_window += 1
@@ -268,6 +284,7 @@ class DistributedStream:
             self._own.close()
 
     def _read_share(self, number: int) -> None:
+        began = self._clock()
         own = self._own = self._own or self._open_own()
         for part in self._parts[number]:
             own.take(part.entry.name)
@@ -275,6 +292,7 @@ class DistributedStream:
         for block in range(len(self.windows[number].blocks)):
             self._room.array_of(number, block)
         self._note_memory(number)
+        self._reading_s += self._clock() - began
 
     def _open_own(self) -> TensorStream:
         stream = TensorStream(
@@ -321,6 +339,8 @@ class DistributedStream:
             report.num_requests,
             report.num_retries,
             report.num_hedges,
+            round(self._reading_s * 1e3),
+            round(self._waiting_s * 1e3),
         )
 
     def _heard(self, statuses: Sequence[Status]) -> None:

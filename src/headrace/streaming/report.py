@@ -8,6 +8,28 @@ from headrace.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank did for a load that several shared."""
+
+    rank: int
+    bytes_read: int
+    """Body bytes that it read from the store."""
+    bytes_received: int
+    """Tensor bytes that others read for it."""
+    seconds_reading: float
+    """How long it waited for its own reads."""
+    seconds_waiting: float
+    """How long it waited for the others, and for what they sent; of the last window only those know it that came later."""
+
+    def describe(self) -> str:
+        """Return all of it in words."""
+        return (
+            f"{format_bytes(self.bytes_read)} read in {format_seconds(self.seconds_reading)}, "
+            f"{format_bytes(self.bytes_received)} from others, {format_seconds(self.seconds_waiting)} waiting for them"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """The account of one load. All sizes in bytes, all times in seconds."""
 
@@ -28,6 +50,10 @@ class LoadReport:
     num_retries: int
     num_hedges: int = 0
     num_connections: int
+    num_readers: int = 0
+    """Reader processes; 0 where threads of the load's own process read."""
+    readers_why: str = ""
+    """Why so many: what was set, or what decided."""
     seconds: float
     """From the first byte of the plan to the last tensor handed out."""
     phases: dict[str, float] = field(default_factory=dict)
@@ -39,6 +65,10 @@ class LoadReport:
     promoted_bytes: int = 0
     settings_from: dict[str, str] = field(default_factory=dict)
     """Setting to the environment variable that its value was read from, or another source than the caller's code; see `headrace.settings.Settings.sources`."""
+    exchange: str = ""
+    """How ranks that load together exchanged what they read: shared, through memory that all map, or broadcast; empty where one process loaded alone."""
+    ranks: tuple[RankReport, ...] = ()
+    """What each rank did, by rank, as of the last exchange."""
     knows_requests: bool = True
     """False where another library reads, and does not say how many requests and retries it makes."""
 
@@ -70,7 +100,10 @@ class LoadReport:
                 "speed",
                 f"{self.gigabytes_per_s:.2f} GB/s over {self.num_connections} connections, {format_seconds(self.seconds)}",
             ),
+            ("readers", self._readers()),
             ("staging", f"{format_bytes(self.peak_staging_bytes)} at most, {self.ownership}{self._promotions()}"),
+            ("exchange", _EXCHANGES.get(self.exchange, "")),
+            *((f"rank {one.rank}", one.describe()) for one in self.ranks),
             ("phases", phases),
             ("settings", ", ".join(f"{name} from {source}" for name, source in self.settings_from.items())),
         ]
@@ -81,5 +114,15 @@ class LoadReport:
             return f" by {self.load_format}"
         return f" in {self.num_requests} requests, {self.num_retries} retried"
 
+    def _readers(self) -> str:
+        if not self.readers_why:
+            return ""
+        number = self.num_readers
+        who = "threads" if not number else f"{number} process{'es' if number > 1 else ''}"
+        return f"{who} ({self.readers_why})"
+
     def _promotions(self) -> str:
         return f", {format_bytes(self.promoted_bytes)} beyond the limit for kept tensors" if self.num_promotions else ""
+
+
+_EXCHANGES = {"shared": "through memory that all ranks map", "broadcast": "by broadcast over the process group"}

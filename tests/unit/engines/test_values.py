@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from headrace.checkpoint import Entry
-from headrace.engines.values import Expansion, Output, Plain, Stack, StackPiece, rehearsed_state_dict, state_dict
+from headrace.engines.values import (
+    Assembly,
+    Expansion,
+    Output,
+    Plain,
+    Stack,
+    StackPiece,
+    rehearsed_state_dict,
+    state_dict,
+)
 from headrace.quantization.scheme import Role, Scheme, StoredPart, WeightQuantization
 
 
@@ -161,9 +170,14 @@ def test_a_stack_is_filled_in_the_order_of_the_file_whichever_value_is_asked_for
     assert source.taken == ["0.gate", "0.up", "0.down", "1.gate", "1.up", "1.down"]
 
 
-def test_a_rehearsal_notes_every_piece_once_and_needs_no_memory() -> None:
-    noted: list[Entry] = []
-    values = rehearsed_state_dict([stack()], noted.append)
+def test_a_rehearsal_notes_every_assembly_once_and_what_is_asked_and_needs_no_memory() -> None:
+    noted: list[Assembly] = []
+    asked: dict[str, list[Any]] = {}
+    stacked = stack()
+    values = rehearsed_state_dict([stacked], noted.append, asked)
     assert values["gate_up"][...].is_meta and values["gate_up"].shape == (2, 2, 2)
-    assert values["down"][...].is_meta
-    assert [item.name for item in noted] == ["0.gate", "0.up", "0.down", "1.gate", "1.up", "1.down"]
+    part = values["down"][(slice(0, 1),)]
+    assert part.is_meta and len(part) == 1
+    assert noted == [stacked]
+    assert [entry.name for entry, _ in stacked.pieces] == ["0.gate", "0.up", "0.down", "1.gate", "1.up", "1.down"]
+    assert asked == {"gate_up": [...], "down": [(slice(0, 1),)]}

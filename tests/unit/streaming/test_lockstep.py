@@ -35,7 +35,7 @@ def nothing() -> None:
 
 
 def test_a_status_survives_its_record() -> None:
-    status = Status(2**62, 7, State.FAILED, (1, -1, 3, 4, 5), "Lost: süß")
+    status = Status(2**62, 7, State.FAILED, (1, -1, 3, 4, 5, 6, 7), "Lost: süß")
     assert Status.unpack(status.pack()) == status
     assert len(status.pack()) == len(Status(0, 0, State.READY).pack())
 
