@@ -6,7 +6,7 @@ import hashlib
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.checkpoint import Checkpoint, Entry
@@ -17,6 +17,9 @@ from headrace.units import MIB, UNLIMITED
 
 _LARGEST_WINDOW_BYTES = 256 * MIB
 """A window is held whole by every rank, beside what it reads ahead; a larger one would not be exchanged any faster."""
+
+_LEAST_FOR_READS_BYTES = 4 * MIB
+"""For how much memory reads are planned at least: a window is never smaller than 1 MiB for each rank, so shorter reads would save nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,16 @@ def facts_of(checkpoint: Checkpoint, entries: Sequence[Entry], settings: Setting
         local_ranks=settings.local_ranks,
         host=_number_of(hashlib.sha256(_host().encode()).digest()),
     )
+
+
+def settings_of_rank(settings: Settings, agreement: Agreement) -> Settings:
+    """Return the settings of a rank's own stream of its shares, such as its part of the agreement leaves them."""
+    # No gaps: what lies between two parts of this rank is mostly another's to read.
+    transport = replace(settings.transport, gap_bytes=0)
+    local_ranks, limit_bytes = agreement.local_ranks, agreement.ahead_bytes
+    if limit_bytes != UNLIMITED:  # The room keeps to the limit; here it says how long a read may be.
+        limit_bytes = max(limit_bytes, _LEAST_FOR_READS_BYTES) * local_ranks
+    return replace(settings, local_ranks=local_ranks, memory_limit_bytes=limit_bytes, transport=transport)
 
 
 def _number_of(digest: bytes) -> int:

@@ -11,29 +11,23 @@ ranks that wait for each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from headrace.checkpoint.entry import Entry
 from headrace.errors import InvalidSetting
 from headrace.settings import Settings
-from headrace.streaming.agreement import Agreement, Facts, agree
+from headrace.streaming.agreement import Agreement, Facts, agree, settings_of_rank
 from headrace.streaming.memory import default_memory_limit
 from headrace.streaming.plan import Plan, PlannedRead, plan_reads
 from headrace.streaming.room import Ownership, fitting_reads, stream_memory_limit
 from headrace.streaming.shares import parts_of, plan_windows
-from headrace.transport.file import STEP_BYTES
-from headrace.units import MIB, UNLIMITED
+from headrace.transport.file import MOST_PIECES, STEP_BYTES
 
 LINKS_BITS_PER_S = (10**9, 10**10, 10**11)
 """The links for which a forecast is told: 1, 10 and 100 Gbit/s."""
 
 REQUEST_LATENCY_S = 0.1
 """From a request to the first byte of its answer. Amazon gives 100 to 200 ms for large objects (S3 User Guide, "Best practices design patterns: optimizing Amazon S3 performance")."""
-
-_MOST_PIECES = 1024
-"""Pieces of memory that one system call fills, as `headrace.transport.file` limits them."""
-_LEAST_FOR_READS_BYTES = 4 * MIB
-"""For how much memory ranks plan their reads at least, as in `headrace.streaming.ranks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +181,7 @@ def _shared(
     """Return what each rank of a `DistributedStream` does, one after the other, so that only one rank's plan is held."""
     agreement = _agreement(settings, conditions)
     windows = plan_windows(entries, num_ranks=conditions.num_ranks, window_bytes=agreement.window_bytes)
-    own = _settings_of_rank(settings, agreement)
+    own = settings_of_rank(settings, agreement)
     bytes_wanted = sum(entry.size_bytes for entry in entries)
     ranks: list[RankForecast] = []
     read_bytes = 0
@@ -208,19 +202,6 @@ def _agreement(settings: Settings, conditions: Conditions) -> Agreement:
     return agree([facts] * conditions.num_ranks, uri="", snapshot_id="")
 
 
-def _settings_of_rank(settings: Settings, agreement: Agreement) -> Settings:
-    """Return the settings of a rank's own stream, as `DistributedStream` makes them: no gaps, and at least so much memory that reads are not made shorter for it."""
-    limit_bytes = agreement.ahead_bytes
-    if limit_bytes != UNLIMITED:
-        limit_bytes = max(limit_bytes, _LEAST_FOR_READS_BYTES) * agreement.local_ranks
-    return replace(
-        settings,
-        local_ranks=agreement.local_ranks,
-        memory_limit_bytes=limit_bytes,
-        transport=replace(settings.transport, gap_bytes=0),
-    )
-
-
 def _rank(plan: Plan, bytes_received: int, num_connections: int, conditions: Conditions) -> RankForecast:
     reads = plan.reads
     return RankForecast(
@@ -232,14 +213,14 @@ def _rank(plan: Plan, bytes_received: int, num_connections: int, conditions: Con
 
 
 def _num_calls(read: PlannedRead) -> int:
-    """Return in how many system calls a file is read for ``read``: each fills at most `STEP_BYTES` and `_MOST_PIECES` pieces."""
+    """Return in how many system calls a file is read for ``read``: each fills at most `STEP_BYTES` and `MOST_PIECES` pieces."""
     num_calls = room_bytes = room_pieces = 0
     for piece in read.pieces:
         left = piece.size_bytes
         while left:
             if not room_bytes or not room_pieces:
                 num_calls += 1
-                room_bytes, room_pieces = STEP_BYTES, _MOST_PIECES
+                room_bytes, room_pieces = STEP_BYTES, MOST_PIECES
             filled = min(left, room_bytes)
             left -= filled
             room_bytes -= filled

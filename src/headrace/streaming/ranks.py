@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
@@ -21,7 +20,7 @@ from headrace.errors import InvalidSetting, StreamClosed, StreamError
 from headrace.process import HomeProcess
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
-from headrace.streaming.agreement import Agreement, Facts, agree, facts_of
+from headrace.streaming.agreement import Agreement, Facts, agree, facts_of, settings_of_rank
 from headrace.streaming.blocks import BlockRoom, OwnBlocks
 from headrace.streaming.lockstep import NUM_NUMBERS, Lockstep, Status, Step
 from headrace.streaming.memory import Bytes, Memory, PrivateMemory
@@ -31,13 +30,9 @@ from headrace.streaming.shares import parts_of, plan_windows
 from headrace.streaming.stream import PoolFactory, StreamOptions, TensorStream
 from headrace.streaming.tensors import Destination, mark, torch_dtype
 from headrace.transport import open_pool
-from headrace.units import MIB, UNLIMITED
 
 Exchange = Literal["auto", "shared", "broadcast"]
 """How what one rank read comes to the others."""
-
-_LEAST_FOR_READS_BYTES = 4 * MIB
-"""For how much memory reads are planned at least: a window is never smaller than 1 MiB for each rank, so shorter reads would save nothing."""
 
 
 class DistributedStream:
@@ -190,7 +185,8 @@ class DistributedStream:
             num_requests=num_requests,
             num_retries=num_retries,
             num_hedges=num_hedges,
-            num_connections=self._own_settings().rank_transport.num_connections * self._lockstep.link.num_ranks,
+            num_connections=settings_of_rank(self.settings, self._agreement).rank_transport.num_connections
+            * self._lockstep.link.num_ranks,
             seconds=0.0 if started is None else stopped - started,
             phases=dict(self.progress.phases),
             peak_staging_bytes=self._peak_bytes,
@@ -299,7 +295,7 @@ class DistributedStream:
             self.checkpoint,
             [part.entry for parts in self._parts for part in parts],
             options=StreamOptions(raw=True),
-            settings=self._own_settings(),
+            settings=settings_of_rank(self.settings, self._agreement),
             progress=self._own_progress,
             room=self._room,
             pool=self._pool,
@@ -308,15 +304,6 @@ class DistributedStream:
         progress = self._own_progress  # not self: what outlives the stream must not keep it alive
         self.progress.describe_holdup = lambda: progress.describe_holdup()
         return stream
-
-    def _own_settings(self) -> Settings:
-        """Return the settings of this rank's own stream, such as its part of the agreement leaves them."""
-        # No gaps: what lies between two parts of this rank is mostly another's to read.
-        transport = replace(self.settings.transport, gap_bytes=0)
-        local_ranks, limit_bytes = self._agreement.local_ranks, self._agreement.ahead_bytes
-        if limit_bytes != UNLIMITED:  # The room keeps to the limit; here it says how long a read may be.
-            limit_bytes = max(limit_bytes, _LEAST_FOR_READS_BYTES) * local_ranks
-        return replace(self.settings, local_ranks=local_ranks, memory_limit_bytes=limit_bytes, transport=transport)
 
     def _broadcast(self, number: int) -> None:
         for segment in self.windows[number].segments:

@@ -27,7 +27,7 @@ STEP_BYTES = 4 * MIB
 MOST_OPEN_FILES = 4
 """Files that one reader keeps open."""
 
-_MOST_PIECES = min(os.sysconf("SC_IOV_MAX"), 1024)
+MOST_PIECES = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 Preadv = Callable[[int, list[memoryview], int], int]
 
@@ -102,7 +102,7 @@ class FileReader:
             self._check_stopped()
             position = asked.start + cursor.num_filled
             counters.num_requests += 1
-            num_bytes = self._preadv(descriptor, cursor.rooms(_MOST_PIECES, STEP_BYTES), position)
+            num_bytes = self._preadv(descriptor, cursor.rooms(MOST_PIECES, STEP_BYTES), position)
             if not num_bytes:
                 _check_version(descriptor, asked, uri)
                 raise ReadFailed(
