@@ -56,6 +56,33 @@ def check_packing(model: Any, placement: Placement, *, source: str, method: str 
     )
 
 
+def check_unread(placement: Placement, entries: Mapping[str, Entry], *, source: str, model_class: str) -> None:
+    """Raise `UnsupportedQuantization` where a parameter is missing and packed entries of its name, which no parameter wants, are there: they are that parameter.
+
+    Whoever lets missing parameters be initialised does not mean these: ``experts.gate_up_proj`` would be random beside a stored ``experts.gate_up_proj_packed``.
+    """
+    missing = frozenset(placement.missing)
+    pairs = [
+        f"{name} ({entries[name].dtype}) is not read, and {parameter} would be initialised at random"
+        for name in placement.unexpected
+        if name in entries and is_packed(entries[name].dtype) and (parameter := _namesake(name, missing)) is not None
+    ]
+    if pairs:
+        raise UnsupportedQuantization(
+            f"{source} holds packed weights that {model_class} has no reader for. No weight byte was read.",
+            f"What is missing and what is unexpected belong together ({len(pairs)}): {list_names(pairs)}.",
+            "Use another quantization of the model, or its unquantized form; strict=False does not help here.",
+        )
+
+
+def _namesake(name: str, parameters: frozenset[str]) -> str | None:
+    """Return which of ``parameters`` a stored ``name`` is a packed form of: ``a.weight`` of ``a.weight_packed`` and ``a.qweight``, ``a.b`` of ``a.b_packed``; None for none."""
+    module, _, last = name.rpartition(".")
+    words = last.split("_")
+    stems = (f"{module}.{'_'.join(words[:count])}" for count in range(len(words) - 1, 0, -1))
+    return next((stem for stem in (*stems, f"{module}.weight", module) if stem in parameters), None)
+
+
 def packed_modules(model: Any) -> list[Any]:
     """Return the modules of a quantizer's own that hold packed tensors, each for itself: not its children's."""
     return [
