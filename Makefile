@@ -10,12 +10,13 @@ PREPARE_MODEL = import sys; from headrace.cli.demo_model import prepare_model; f
 # The checkout comes before anything installed, so that two checkouts can share an environment.
 RUN = set -e; environment="$$($(PYTHON) tools/environment.py)"; PATH="$$environment/bin:$$PATH" PYTHONPATH="$(CURDIR)/src" "$$environment/bin/python"
 
-.PHONY: help demo test test-vllm lint types format bench env
+.PHONY: help demo test test-vllm test-sglang lint types format bench env
 
 help:
 	@echo "make demo     serve a small model from an object store, ask it a question, show what loading took"
 	@echo "make test     run the tests (T=tests/unit for some of them)"
 	@echo "make test-vllm  run the tests with vLLM, in its own environment"
+	@echo "make test-sglang  run the tests with SGLang, in its own environment"
 	@echo "make lint     check style and formatting"
 	@echo "make types    check types"
 	@echo "make format   put the code in the project's format"
@@ -35,6 +36,13 @@ test-vllm:
 	$(PYTHON) tools/vllm_environment.py --install "$$installed" > /dev/null; \
 	SMOLLM2_FOLDER="$$($(RUN) -c "$(PREPARE_MODEL)")"; export SMOLLM2_FOLDER; \
 	PATH="$$environment/bin:$$PATH" PYTHONPATH="$$installed" "$$environment/bin/python" -m pytest $(or $(T),tests/vllm)
+
+# As with vLLM.
+test-sglang:
+	@set -e; environment="$$($(PYTHON) tools/sglang_environment.py)"; installed="$$(mktemp -d)"; trap 'rm -rf "$$installed"' EXIT; \
+	$(PYTHON) tools/sglang_environment.py --install "$$installed" > /dev/null; \
+	SMOLLM2_FOLDER="$$($(RUN) -c "$(PREPARE_MODEL)")"; export SMOLLM2_FOLDER; \
+	PATH="$$environment/bin:$$PATH" PYTHONPATH="$$installed" "$$environment/bin/python" -m pytest $(or $(T),tests/sglang)
 
 lint:
 	@$(RUN) -m ruff check .

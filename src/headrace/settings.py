@@ -46,6 +46,10 @@ class TransportSettings:
     """Longest wait before the second attempt; it doubles from there (full jitter)."""
     backoff_most_s: float = 10.0
     """Longest wait between two attempts."""
+    readers: int | str = "auto"
+    """Processes that read from remote stores (`HEADRACE_READERS`): 0 leaves it to threads of this process, and so does ``auto``, by what was measured so far."""
+    reader_places: str = ""
+    """Where reader processes run and read, in turn, with commas between (`HEADRACE_READER_PLACES`): ``INTERFACE``, ``@NODE`` (NUMA) or ``INTERFACE@NODE``."""
     bandwidth_bytes_per_s: int = 0
     """Most bytes per second from remote stores, all connections together. 0: no limit."""
     http_proxy: str = field(default="", repr=False)
@@ -67,6 +71,8 @@ class TransportSettings:
         }
         for name, smallest in least.items():
             _check_number(name, getattr(self, name), smallest, whole=True)
+        if self.readers != "auto":
+            _check_readers(self.readers)
         for item in fields(self):
             if item.name.endswith("_s") and item.name not in least:
                 _check_number(item.name, getattr(self, item.name), 0.001 if item.name.endswith("_timeout_s") else 0)
@@ -232,7 +238,7 @@ def _say_once(variable: str, hint: str) -> None:
     logging.getLogger("headrace").warning("The variable %s is set and means nothing to Headrace.%s", variable, hint)
 
 
-_OTHERS_VARIABLES = frozenset({"HEADRACE_API_KEY", "HEADRACE_ENV_ROOT", "HEADRACE_VLLM"})
+_OTHERS_VARIABLES = frozenset({"HEADRACE_API_KEY", "HEADRACE_ENV_ROOT", "HEADRACE_SGLANG", "HEADRACE_VLLM"})
 """Variables that the command line, the Makefile and the engines' plug-ins read."""
 
 
@@ -244,6 +250,13 @@ def _check_number(name: str, value: Any, least: float, *, whole: bool = False) -
         above = f" and at most {most:g}" if math.isfinite(most) else ""
         raise InvalidSetting(f"{name} is {value!r}.", f"It must be {kind}, at least {least:g}{above}.")
 
+
+def _check_readers(value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_READERS:
+        raise InvalidSetting(f"readers is {value!r}.", f"It must be auto, or a whole number from 0 to {_MOST_READERS}.")
+
+
+_MOST_READERS = 256
 
 _LONGEST_S = 1e8
 """Three years: a longer time is a slip, and the system's calls refuse it in words that lead astray."""
@@ -259,8 +272,19 @@ def _converted(variable: str, text: str, convert: Any) -> Any:
 
 
 def _kind_of(convert: Any) -> str:
-    kinds = {int: "a whole number", float: "a number", _switch: "0 or 1", _style: "0 or 1", _payer: "requester, 0 or 1"}
+    kinds = {
+        int: "a whole number",
+        float: "a number",
+        _switch: "0 or 1",
+        _style: "0 or 1",
+        _payer: "requester, 0 or 1",
+        _readers: "auto or a whole number",
+    }
     return kinds.get(convert, "something else")
+
+
+def _readers(text: str) -> int | str:
+    return "auto" if text.lower() == "auto" else int(text)
 
 
 def _switch(text: str) -> bool:
@@ -306,6 +330,8 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "HEADRACE_CONNECTIONS": ("num_connections", int),
     "RUNAI_STREAMER_CHUNK_BYTESIZE": ("read_bytes", parse_bytes),
     "HEADRACE_READ_BYTES": ("read_bytes", parse_bytes),
+    "HEADRACE_READERS": ("readers", _readers),
+    "HEADRACE_READER_PLACES": ("reader_places", str),
     "HEADRACE_BANDWIDTH_LIMIT": ("bandwidth_bytes_per_s", parse_rate),
     # The names that curl and the SDKs know, in both spellings; the lower one wins where they differ, as with curl.
     "HTTP_PROXY": ("http_proxy", str),

@@ -58,6 +58,7 @@ OPTIONAL_HOMES = {
     "runai_model_streamer": {"streaming"},
     "runai_model_streamer_s3": {"streaming"},
     "safetensors": {"streaming"},
+    "sglang": {"engines"},
 }
 """Package from elsewhere to the packages of ours that may import it. ``safetensors`` maps files, where that is asked for; we read the format ourselves."""
 

@@ -40,7 +40,7 @@ def test_a_uri_alone_is_enough_and_is_the_same_at_the_next_start(
     model = first.model_config
     assert (model.model_weights, first.load_config.load_format) == (uri, "runai_streamer")
     assert model.tokenizer == model.model
-    assert Path(model.model).parent == cache_dir / "vllm"
+    assert Path(model.model).parent == cache_dir / "engines"
     assert json.loads((Path(model.model) / "config.json").read_text())["model_type"] == "llama"
     assert not list(Path(model.model).glob("*.safetensors"))
     # vLLM keys its compile cache by this; the path is a part of it.

@@ -227,7 +227,7 @@ def test_the_folder_of_side_files_is_made_where_it_is_missing(
     folder, _ = Answers().pull_model(uri, None)
     pinned = Path(folder).name
     monkeypatch.setenv("HEADRACE_CACHE_DIR", str(tmp_path))
-    model = ModelAt(str(tmp_path / "vllm" / pinned))
+    model = ModelAt(str(tmp_path / "engines" / pinned))
     model.model_weights = uri
     loader = make_loader()
     loader._load.config = model

@@ -22,12 +22,12 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.platforms import current_platform
 
 from headrace.checkpoint import Checkpoint, open_checkpoint
-from headrace.engines.vllm_coverage import Coverage
-from headrace.engines.vllm_folder import PinnedSource, make_place, read_source
-from headrace.engines.vllm_names import NameFilter, matching_keys
+from headrace.engines.engine_coverage import Coverage
+from headrace.engines.engine_folder import PinnedSource, make_place, read_source
+from headrace.engines.engine_names import NameFilter, matching_keys
+from headrace.engines.engine_ranks import Opened, StreamTerms, open_stream
 from headrace.engines.vllm_options import parse_loader_options
 from headrace.engines.vllm_parallel import find_link, layers_of_other_stages, num_local_ranks
-from headrace.engines.vllm_ranks import Opened, StreamTerms, open_stream
 from headrace.errors import CheckpointError, InvalidSetting, PlacementError, UnsupportedQuantization
 from headrace.settings import Settings
 from headrace.storage import Uri, open_store, parse_uri

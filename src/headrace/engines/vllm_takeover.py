@@ -25,7 +25,7 @@ import vllm
 from headrace.checkpoint import Checkpoint, SideFiles, open_checkpoint
 from headrace.checkpoint.sidelisting import list_side_files
 from headrace.checkpoint.survey import survey
-from headrace.engines.vllm_folder import PinnedSource, make_place, read_source
+from headrace.engines.engine_folder import PinnedSource, make_place, read_source
 from headrace.engines.vllm_loader import HeadraceLoader
 from headrace.errors import CheckpointError, InvalidSetting, ObjectNotFound
 from headrace.settings import Settings

@@ -21,7 +21,7 @@ import numpy as np
 
 from headrace.errors import BudgetExceeded, InvalidSetting
 from headrace.streaming.extents import ExtentMap
-from headrace.streaming.memory import ALIGNMENT, Bytes, private_mapping
+from headrace.streaming.memory import ALIGNMENT, Bytes, SharedFiles, private_mapping
 from headrace.units import format_bytes
 
 OnBudget = Literal["promote", "error"]
@@ -80,11 +80,20 @@ class _Buffer:
 class LeasedMemory:
     """Lends arrays of bytes. Not thread safe but for the arrays themselves: its stream's lock guards it.
 
-    ``wanted_bytes`` is how much will be asked for in all: no buffer is made larger than that. Nothing is allocated before the first lease.
+    ``wanted_bytes`` is how much will be asked for in all: no buffer is made larger than that. Nothing is allocated before the first lease. With ``files`` the buffers are
+    theirs, and other processes can fill them.
     """
 
-    def __init__(self, terms: LeaseTerms, *, wanted_bytes: int, pinning: Pinning | None = None) -> None:
+    def __init__(
+        self,
+        terms: LeaseTerms,
+        *,
+        wanted_bytes: int,
+        pinning: Pinning | None = None,
+        files: SharedFiles | None = None,
+    ) -> None:
         self.terms = terms
+        self._files = files
         self.capacity_bytes = _rounded_up(min(terms.limit_bytes, wanted_bytes), mmap.PAGESIZE)
         self.num_promotions = 0
         self.promoted_bytes = 0
@@ -151,7 +160,7 @@ class LeasedMemory:
     # -- buffers
 
     def _open(self, num_bytes: int, *, is_retired: bool = False) -> _Buffer:
-        mapping = private_mapping(num_bytes)
+        mapping = private_mapping(num_bytes) if self._files is None else self._files.open_mapping(num_bytes)
         whole = np.frombuffer(mapping, dtype=np.uint8)
         buffer = _Buffer(
             self._num_buffers, mapping, whole, ExtentMap(num_bytes, alignment=ALIGNMENT), is_retired=is_retired
@@ -208,7 +217,9 @@ class LeasedMemory:
             for start, stop in buffer.extents.free_extents():
                 first, last = _rounded_up(start, mmap.PAGESIZE), stop // mmap.PAGESIZE * mmap.PAGESIZE
                 if first < last:
-                    buffer.mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+                    # What is not wanted in this mapping of a file stays in the file.
+                    advice = mmap.MADV_DONTNEED if self._files is None else mmap.MADV_REMOVE
+                    buffer.mapping.madvise(advice, first, last - first)
 
     # -- limits
 

@@ -6,11 +6,15 @@ the system when the last tensor over them is gone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import threading
 import weakref
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +24,7 @@ import torch
 
 from headrace.errors import BudgetExceeded
 from headrace.process import HomeProcess
+from headrace.transport.sharing import SharedPlace
 from headrace.units import GIB, MIB, format_bytes
 
 ALIGNMENT = 64
@@ -59,24 +64,77 @@ class PrivateMemory:
             return piece
 
 
+class SharedFiles:
+    """The memfds of one load. Opens mappings of them, and finds which of them a piece of memory lies in, for processes that fill it. Thread safe.
+
+    A file goes, with its pages, when nothing of its mapping is referred to any more, whoever else has mapped it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._files: dict[int, SharedPlace] = {}
+        self._starts: dict[int, int] = {}
+
+    def open_mapping(self, num_bytes: int) -> mmap.mmap:
+        """Return a mapping of a new file of ``num_bytes``, zeros that cost nothing until they are written. Raises OSError."""
+        descriptor = os.memfd_create("headrace", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+            mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+        except OSError:
+            os.close(descriptor)
+            raise
+        number = next(self._numbers)
+        self._starts[number] = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._files[number] = SharedPlace(number, descriptor, num_bytes, 0)
+        weakref.finalize(mapping, self._forget, number, HomeProcess()).atexit = False
+        return mapping
+
+    def find(self, piece: memoryview) -> SharedPlace | None:
+        """Return where ``piece`` lies, None where that is in no file."""
+        if not piece.nbytes or piece.readonly:
+            return None
+        address = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+        for number, place in list(self._files.items()):
+            offset = address - self._starts[number]
+            if 0 <= offset < place.size_bytes:
+                return replace(place, offset=offset)
+        return None
+
+    def release(self, number: int) -> None:
+        """Forget a file and close its descriptor; its pages go with the mapping. Takes no lock, so that a finalizer may call it."""
+        place = self._files.pop(number, None)
+        if place is not None:
+            os.close(place.descriptor)
+
+    def _forget(self, number: int, home: HomeProcess) -> None:
+        # It may run in any thread at any time, so it takes no lock: each of these steps is one of the interpreter's.
+        place = self._files.pop(number, None)
+        if place is not None:
+            with contextlib.suppress(OSError):
+                if (
+                    home.is_here
+                ):  # A forked child has the same file, and dropping its tensors must not take it from the parent.
+                    os.ftruncate(place.descriptor, 0)  # The pages go now, though a reader process has them mapped.
+                os.close(place.descriptor)
+
+
 class SharedMemory:
     """Memory of a memfd of ``capacity_bytes``, mapped once. Pages that were never written cost nothing.
 
     Where an allocation lies in the file is `offset_of`, for a process that got `fileno`. Space is not handed out twice; when an array dies its pages are
-    given back (MADV_REMOVE), and the file goes when the last array and this object are gone.
+    given back (MADV_REMOVE), and the file goes when the last array and this object are gone. ``files`` knows it then, too.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, files: SharedFiles | None = None) -> None:
         self.capacity_bytes = _rounded_up(max(capacity_bytes, 1), mmap.PAGESIZE)
-        self._descriptor = os.memfd_create("headrace", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self._descriptor, self.capacity_bytes)
-            self._map = mmap.mmap(self._descriptor, self.capacity_bytes, flags=mmap.MAP_SHARED)
-        except OSError:
-            os.close(self._descriptor)
-            raise
+        files = files or SharedFiles()
+        self._map = files.open_mapping(self.capacity_bytes)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._close = weakref.finalize(self, os.close, self._descriptor)
+        place = files.find(memoryview(self._map)[:1])
+        assert place is not None
+        self._descriptor = place.descriptor
+        self._close = weakref.finalize(self, files.release, place.number)
         self._lock = threading.Lock()
         self._used = 0
 
@@ -105,6 +163,11 @@ class SharedMemory:
         if not 0 <= offset < self.capacity_bytes:
             raise ValueError("the array does not lie in this memory")
         return int(offset)
+
+
+def capacity_for(sizes: Iterable[int]) -> int:
+    """Return the capacity that a `SharedMemory` needs for pieces of these sizes."""
+    return sum(_rounded_up(size, mmap.PAGESIZE) for size in sizes)
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:

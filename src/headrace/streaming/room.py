@@ -10,12 +10,23 @@ from headrace.checkpoint import Entry
 from headrace.errors import BudgetExceeded
 from headrace.settings import Settings, TransportSettings
 from headrace.streaming.leases import LeasedMemory, LeaseTerms, OnBudget, Pinning
-from headrace.streaming.memory import ALIGNMENT, Bytes, Memory, default_memory_limit
+from headrace.streaming.memory import (
+    ALIGNMENT,
+    Bytes,
+    Memory,
+    PrivateMemory,
+    SharedFiles,
+    SharedMemory,
+    capacity_for,
+    default_memory_limit,
+)
 from headrace.units import KIB, MIB, UNLIMITED, format_bytes
 
 Ownership = Literal["owned", "leased"]
 
 LONGEST_WINDOW_BYTES = 64 * MIB
+_MOST_HELD = 3
+"""How many times the largest tensor leases need room for: what is free beside one that is held, on one side of it or the other, is then enough for the next."""
 _SMALLEST_READ_BYTES = 64 * KIB
 
 
@@ -176,12 +187,12 @@ def stream_memory_limit(
 ) -> int:
     """Return the limit for a stream of ``entries``: `rank_memory_limit`, with the smallest that works in place of 0.
 
-    For leases that is the largest tensor twice (a consumer holds one while it asks for the next) and a short read; for owned memory it is 0: nothing is read ahead of the
+    For leases that is the largest tensor three times (a consumer holds one while it asks for the next, and the one that it holds may lie in the middle) and a short read; for owned memory it is 0: nothing is read ahead of the
     tensor that is waited for.
     """
     limit = rank_memory_limit(settings, available_bytes=available_bytes)
     if limit == 0 and ownership == "leased":
-        return 2 * max((entry.size_bytes for entry in entries), default=0) + _SMALLEST_READ_BYTES
+        return _MOST_HELD * max((entry.size_bytes for entry in entries), default=0) + _SMALLEST_READ_BYTES
     return limit
 
 
@@ -193,6 +204,18 @@ def fitting_reads(limit_bytes: int, transport: TransportSettings) -> tuple[int, 
     return read_bytes, min(LONGEST_WINDOW_BYTES, max(limit_bytes // 2, 1))
 
 
+def owned_room(
+    entries: Sequence[Entry], *, limit_bytes: int, blocks: Sequence[Block] = (), files: SharedFiles | None = None
+) -> OwnedRoom:
+    """Return room for tensors of ``entries`` that own their memory: this process's own, or a file among ``files``."""
+    memory: Memory = PrivateMemory()
+    if files is not None:
+        in_blocks = {name for block in blocks for name in block.offsets}
+        alone = (entry.size_bytes for entry in entries if entry.name not in in_blocks)
+        memory = SharedMemory(capacity_for([*alone, *(block.size_bytes for block in blocks)]), files)
+    return OwnedRoom(memory, limit_bytes=limit_bytes, blocks=blocks)
+
+
 def leased_room(
     entries: Sequence[Entry],
     settings: Settings,
@@ -201,6 +224,7 @@ def leased_room(
     available_bytes: int,
     on_budget: OnBudget,
     pinning: Pinning | None,
+    files: SharedFiles | None = None,
 ) -> LeasedRoom:
     """Return room for leases of ``entries`` within ``limit_bytes``.
 
@@ -215,21 +239,22 @@ def leased_room(
         on_budget=on_budget,
         poison=settings.debug_poison,
     )
-    memory = LeasedMemory(terms, wanted_bytes=wanted, pinning=pinning)
+    memory = LeasedMemory(terms, wanted_bytes=wanted, pinning=pinning, files=files)
     largest = max(entries, key=lambda entry: entry.size_bytes, default=None)
-    if largest is not None and memory.is_oversized(largest.size_bytes):
-        _check_oversized(largest, terms)
+    if largest is not None:
+        _check_largest(largest, terms, wanted, is_oversized=memory.is_oversized(largest.size_bytes))
     return LeasedRoom(memory)
 
 
-def _check_oversized(largest: Entry, terms: LeaseTerms) -> None:
-    if terms.on_budget == "error":
+def _check_largest(largest: Entry, terms: LeaseTerms, wanted_bytes: int, *, is_oversized: bool) -> None:
+    least_bytes = min(_MOST_HELD * largest.size_bytes, wanted_bytes)
+    if terms.on_budget == "error" and terms.limit_bytes < least_bytes:
         raise BudgetExceeded(
             f"memory_limit is {format_bytes(terms.limit_bytes)}, too small to lend {largest.name} ({format_bytes(largest.size_bytes)}).",
-            "A consumer holds one tensor while it asks for the next, so twice the largest must fit.",
-            f"Set memory_limit to at least {format_bytes(2 * largest.size_bytes)}, to 0 for the smallest that works, or on_budget to promote.",
+            "A consumer holds one tensor, which may lie in the middle, while it asks for the next: three times the largest must fit.",
+            f"Set memory_limit to at least {format_bytes(least_bytes)}, to 0 for the smallest that works, or on_budget to promote.",
         )
-    if largest.size_bytes > terms.hard_limit_bytes:
+    if is_oversized and largest.size_bytes > terms.hard_limit_bytes:
         raise BudgetExceeded(
             f"{largest.name} is {format_bytes(largest.size_bytes)}; {format_bytes(terms.hard_limit_bytes)} of memory may be used.",
             "It cannot be loaded whole in this process's memory.",

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,13 +24,30 @@ from headrace.progress import LoadProgress
 from headrace.settings import Settings, TransportSettings
 from headrace.storage import ObjectStore
 from headrace.streaming.leases import OnBudget
-from headrace.streaming.memory import Bytes, PrivateMemory, available_memory_bytes
+from headrace.streaming.memory import Bytes, SharedFiles, available_memory_bytes
 from headrace.streaming.pinning import pinning_for
 from headrace.streaming.plan import Plan, PlannedRead, plan_reads
 from headrace.streaming.report import LoadReport
-from headrace.streaming.room import Block, OwnedRoom, Ownership, Room, fitting_reads, leased_room, stream_memory_limit
+from headrace.streaming.room import (
+    Block,
+    OwnedRoom,
+    Ownership,
+    Room,
+    fitting_reads,
+    leased_room,
+    owned_room,
+    stream_memory_limit,
+)
 from headrace.streaming.tensors import Destination, mark, torch_dtype
-from headrace.transport import RangeRead, ReaderPool, ReadJob, open_pool
+from headrace.transport import (
+    RangeRead,
+    ReaderChoice,
+    ReaderPool,
+    ReadJob,
+    choose_readers,
+    is_local,
+    open_pool,
+)
 
 logger = logging.getLogger("headrace")
 
@@ -146,7 +164,9 @@ class TensorStream:
         self._place_of = {entry.name: place for place, entry in enumerate(self.plan.entries)}
         if len(self._place_of) != len(self.plan.entries):
             raise StreamError("A tensor was asked for twice in one stream.", "Each tensor is handed out once.")
-        self._room = room or self._make_room_for(chosen, limit_bytes, available_bytes)
+        self._readers = self._choose_readers(has_room=room is not None, has_pool=pool is not open_pool)
+        files = SharedFiles() if self._readers.num_processes else None
+        self._room = room or self._make_room_for(chosen, limit_bytes, available_bytes, files)
         self._destinations: dict[int, Destination] = {}
         self._taken: set[int] = set()
         self._account = _Account()
@@ -158,6 +178,8 @@ class TensorStream:
         self._ended: float | None = None
         self._longest_wait_s = _LONGEST_WAIT_FOR_ROOM_S
         # The pool's threads live on without the stream, so nothing that they keep may refer to it: a forgotten stream must end.
+        if files is not None:
+            pool = partial(open_pool, num_processes=self._readers.num_processes, places=files)
         self._pool = pool(checkpoint.store, self._transport, on_bytes=self.progress.touch)
         self.progress.bytes_wanted += self.plan.bytes_wanted
 
@@ -275,6 +297,8 @@ class TensorStream:
                 num_retries=counters.num_retries,
                 num_hedges=counters.num_hedges,
                 num_connections=self._transport.num_connections,
+                num_readers=self._readers.num_processes,
+                readers_why=self._readers.why,
                 seconds=0.0 if started is None else stopped - started,
                 phases=dict(self.progress.phases),
                 peak_staging_bytes=self._room.peak_bytes,
@@ -283,9 +307,17 @@ class TensorStream:
                 settings_from=dict(self.settings.sources),
             )
 
-    def _make_room_for(self, entries: Sequence[Entry], limit_bytes: int, available_bytes: int) -> Room:
+    def _choose_readers(self, *, has_room: bool, has_pool: bool) -> ReaderChoice:
+        if has_room or has_pool:  # Somebody else's memory, which other processes do not see.
+            return ReaderChoice(0, "the caller's memory" if has_room else "the caller's pool")
+        store = self.checkpoint.store
+        return choose_readers(self._transport, endpoint=store.endpoint, is_local=is_local(store))
+
+    def _make_room_for(
+        self, entries: Sequence[Entry], limit_bytes: int, available_bytes: int, files: SharedFiles | None
+    ) -> Room:
         if self.options.ownership == "owned":
-            return OwnedRoom(PrivateMemory(), limit_bytes=limit_bytes, blocks=self.options.blocks)
+            return owned_room(entries, limit_bytes=limit_bytes, blocks=self.options.blocks, files=files)
         return leased_room(
             entries,
             self.settings,
@@ -293,6 +325,7 @@ class TensorStream:
             available_bytes=available_bytes,
             on_budget=self.options.on_budget,
             pinning=pinning_for(self.options.device),
+            files=files,
         )
 
     # -- all below holds the lock, but for `_pieces`

@@ -1,11 +1,13 @@
 """Transport: moves one byte range of one object into given pieces of memory, with deadlines, retries and hedges. Knows no tensors."""
 
+from headrace.transport.choice import ReaderChoice, choose_readers
 from headrace.transport.file import FileReader
 from headrace.transport.flight import PoolCounters, ReadJob
 from headrace.transport.http import HttpReader
-from headrace.transport.opening import fetch, open_pool, open_reader
+from headrace.transport.opening import fetch, is_local, open_pool, open_reader
 from headrace.transport.pool import ReaderPool
 from headrace.transport.reader import RangeRead, RangeReader, ReadCounters
+from headrace.transport.sharing import SharedPlace, SharedPlaces
 from headrace.transport.surroundings import Surroundings, TlsContexts
 
 __all__ = [
@@ -16,10 +18,15 @@ __all__ = [
     "RangeReader",
     "ReadCounters",
     "ReadJob",
+    "ReaderChoice",
     "ReaderPool",
+    "SharedPlace",
+    "SharedPlaces",
     "Surroundings",
     "TlsContexts",
+    "choose_readers",
     "fetch",
+    "is_local",
     "open_pool",
     "open_reader",
 ]

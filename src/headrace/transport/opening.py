@@ -14,7 +14,11 @@ from headrace.transport.flight import ReadJob
 from headrace.transport.http import HttpReader
 from headrace.transport.pace import Pace
 from headrace.transport.pool import ReaderPool, private_scratch
+from headrace.transport.processes import Fleet
+from headrace.transport.processpool import ProcessPool
 from headrace.transport.reader import RangeRead, RangeReader
+from headrace.transport.remote import Means
+from headrace.transport.sharing import SharedPlaces
 from headrace.transport.surroundings import Surroundings
 
 
@@ -49,18 +53,39 @@ def open_pool(
     on_bytes: Callable[[int], None] | None = None,
     scratch: Callable[[int], memoryview] = private_scratch,
     surroundings: Surroundings | None = None,
+    num_processes: int = 0,
+    places: SharedPlaces | None = None,
 ) -> ReaderPool:
     """Return a pool of readers for ``store``, which must stay open for as long as the pool. Late reads of remote stores are hedged.
 
-    ``on_bytes`` is called as in `open_reader`, from several threads; what a retry or a hedge brings twice is counted twice.
+    ``on_bytes`` is called as in `open_reader`, from several threads; what a retry or a hedge brings twice is counted twice. With ``num_processes`` reads into memory
+    that ``places`` knows are carried out by as many reader processes, all others by threads of this one.
     """
     world = surroundings or Surroundings()
     pace = Pace(settings.num_connections, world.clock)
     limit = settings.bandwidth_bytes_per_s
     bandwidth = Bandwidth(limit, world.clock) if limit else None
     settings = _with_time_for(settings, limit)
+
+    def open_own() -> RangeReader:
+        return open_reader(store, settings, world, pace=pace, bandwidth=bandwidth, on_bytes=on_bytes)
+
+    if num_processes and places is not None and not is_local(store):
+        return ProcessPool(
+            Means(
+                store=store,
+                fleet=Fleet(settings, num_processes),
+                places=places,
+                open_own=open_own,
+                pace=pace,
+                on_bytes=on_bytes,
+                clock=world.clock,
+            ),
+            settings,
+            scratch=scratch,
+        )
     return ReaderPool(
-        lambda: open_reader(store, settings, world, pace=pace, bandwidth=bandwidth, on_bytes=on_bytes),
+        open_own,
         settings,
         is_hedged=not is_local(store),
         scratch=scratch,

@@ -32,6 +32,10 @@ class Patience:
             raise self._over_total()
         return min(self._settings.idle_timeout_s if most_s is None else most_s, left)
 
+    def now(self) -> float:
+        """Return the seconds on the clock that the limits are measured with."""
+        return self._clock()
+
     def body_begins(self) -> None:
         """Measure the rate from here: the time until the answer's first byte is the store's, not the wire's."""
         self._window_started = self._clock()

@@ -18,8 +18,11 @@ Connect = Callable[[str, int, float, StopSwitch], socket.socket]
 """``connect(host, port, timeout_s, switch)`` returns a connected socket; the switch watches each socket that it tries, and closes those that fail."""
 
 
-def dial(host: str, port: int, timeout_s: float, switch: StopSwitch) -> socket.socket:
-    """Return a TCP connection to the first address of ``host`` that answers within ``timeout_s`` in all. Raises OSError, `Cancelled`."""
+def dial(host: str, port: int, timeout_s: float, switch: StopSwitch, *, interface: str = "") -> socket.socket:
+    """Return a TCP connection to the first address of ``host`` that answers within ``timeout_s`` in all. Raises OSError, `Cancelled`.
+
+    ``interface`` names the network interface that it goes over; empty leaves that to the routes.
+    """
     deadline = time.monotonic() + timeout_s
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     failure: OSError = OSError(f"{host} has no address")
@@ -27,6 +30,8 @@ def dial(host: str, port: int, timeout_s: float, switch: StopSwitch) -> socket.s
         sock = socket.socket(family, kind, protocol)
         try:
             switch.watch(sock)
+            if interface:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode() + b"\0")
             # An address that does not answer must leave time for the next one (IPv6 without a route, often).
             sock.settimeout(max(0.001, (deadline - time.monotonic()) / (len(addresses) - place)))
             sock.connect(address)

@@ -531,3 +531,19 @@ def test_a_limit_below_the_longest_read_shortens_the_reads(ownership: Any, caplo
     report = stream.report
     assert report.peak_staging_bytes <= limit and report.num_promotions == 0 and len(copies) == 400
     assert caplog.text == ""
+
+
+@given(
+    st.lists(st.integers(1, 40).map(lambda number: number * 100_000), min_size=1, max_size=30), st.sampled_from([0, 3])
+)
+@settings(max_examples=60, deadline=None)
+def test_a_consumer_that_holds_one_tensor_always_gets_the_next_within_the_smallest_limit(
+    sizes: list[int], times: int
+) -> None:
+    """The one that is held may lie in the middle of the memory, with less than half of it free on either side."""
+    options = StreamOptions(ownership="leased", on_budget="error")
+    stream, pool = make(sizes, limit=times * max(sizes), read_bytes=1 << 20, options=options)
+    thread = serve(pool)
+    names = [name for name, _ in stream]  # The loop's variable holds each tensor until the next one has come.
+    finish(stream, pool, thread)
+    assert len(names) == len(sizes) and stream.report.num_promotions == 0

@@ -1,4 +1,4 @@
-"""Which parts of a model's parameters are written while it is filled. Knows torch and the shape of vLLM's modules; imports no vLLM.
+"""Which parts of a model's parameters are written while it is filled. Knows torch and the shape of the modules of vLLM and SGLang; imports neither.
 
 vLLM checks names, and leaves out the parameters of every layer that is processed after loading, which is every linear layer. A fused parameter counts as loaded once one of
 its parts is. So a projection that a checkpoint lacks is served with whatever was in memory. Here the writes themselves are watched.

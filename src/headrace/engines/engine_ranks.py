@@ -1,4 +1,4 @@
-"""How the workers of one tensor-parallel group open a source together: all the same snapshot or none, and whether they share the reading. Knows no vLLM."""
+"""How the workers of one tensor-parallel group open a source together: all the same snapshot or none, and whether they share the reading. Knows no engine."""
 
 from __future__ import annotations
 

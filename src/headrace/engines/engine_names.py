@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint one worker of vLLM needs, decided by name before any weight byte is asked for. Pure; knows no vLLM."""
+"""Which tensors of a checkpoint one worker of an engine needs, decided by name before any weight byte is asked for. Pure; knows no engine."""
 
 from __future__ import annotations
 

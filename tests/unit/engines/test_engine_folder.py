@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engines.vllm_folder import PinnedSource, make_place, read_source
+from headrace.engines.engine_folder import PinnedSource, make_place, read_source
 from headrace.storage import parse_uri
 
 SOURCE = PinnedSource(parse_uri("s3://bucket/llama"), "0123456789ab")
@@ -26,7 +26,7 @@ def side_files(tmp_path: Path) -> Path:
 def test_the_path_is_of_the_uri_and_the_snapshot(side_files: Path, tmp_path: Path) -> None:
     place = make_place(side_files, SOURCE, tmp_path / "cache")
     assert place.keeper is None
-    assert place.folder.parent == tmp_path / "cache" / "vllm"
+    assert place.folder.parent == tmp_path / "cache" / "engines"
     assert (place.folder / "config.json").read_text() == "{}"
     assert read_source(place.folder) == SOURCE
     assert make_place(side_files, SOURCE, tmp_path / "cache") == place
@@ -42,7 +42,7 @@ def test_the_path_is_of_the_uri_and_the_snapshot(side_files: Path, tmp_path: Pat
 def test_a_moved_cache_is_whole(side_files: Path, tmp_path: Path) -> None:
     make_place(side_files, SOURCE, tmp_path / "cache")
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    folder = tmp_path / "elsewhere" / "vllm" / SOURCE.name
+    folder = tmp_path / "elsewhere" / "engines" / SOURCE.name
     assert (folder / "config.json").read_text() == "{}"
     assert read_source(folder) == SOURCE
 
@@ -67,7 +67,7 @@ def test_what_leads_nowhere_is_removed(side_files: Path, tmp_path: Path) -> None
 
 
 def test_a_cache_that_cannot_be_written_costs_a_temporary_folder(side_files: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache" / "vllm").write_text("not a folder")
+    (tmp_path / "cache" / "engines").write_text("not a folder")
     place = make_place(side_files, SOURCE, tmp_path / "cache")
     assert place.keeper is not None
     assert (place.folder / "config.json").read_text() == "{}"

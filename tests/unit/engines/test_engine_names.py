@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engines.vllm_names import NameFilter, matching_keys
+from headrace.engines.engine_names import NameFilter, matching_keys
 from headrace.storage import parse_uri
 from headrace.storage.local import LocalStore
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.engines.vllm_coverage import Coverage
+from headrace.engines.engine_coverage import Coverage
 
 
 class UnquantizedLinearMethod:

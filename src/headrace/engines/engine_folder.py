@@ -1,7 +1,7 @@
 """The local folder that stands for a model in a store, where an engine insists on a path: the side files, under a name that says which snapshot they are of.
 
-    <cache>/vllm/<uri hash>-<snapshot>         a link to the side files, which the cache of side files keeps
-    <cache>/vllm/<uri hash>-<snapshot>.json    the uri and the snapshot, for whoever has only the path
+    <cache>/engines/<uri hash>-<snapshot>         a link to the side files, which the cache of side files keeps
+    <cache>/engines/<uri hash>-<snapshot>.json    the uri and the snapshot, for whoever has only the path
 
 The path is the same on every machine with the same cache folder and at every start, as long as no object of the model changes; so an engine that caches by path finds what it
 has compiled, and a worker process finds the snapshot that the first process pinned. Knows no engine.
@@ -23,7 +23,7 @@ from headrace.checkpoint.snapshot import check_snapshot_id
 from headrace.errors import InvalidSetting, InvalidUri
 from headrace.storage import Uri, parse_uri
 
-_FOLDER = "vllm"
+_FOLDER = "engines"
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{12})")
 _TEMPORARY = ".tmp-"
 
@@ -62,7 +62,7 @@ def make_place(side_files: Path, source: PinnedSource, cache_dir: Path) -> Place
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _fill(root, source, side_files)
     except OSError:
-        keeper = tempfile.TemporaryDirectory(prefix="headrace-vllm-")
+        keeper = tempfile.TemporaryDirectory(prefix="headrace-engine-")
         _fill(Path(keeper.name), source, side_files)
         return Place(Path(keeper.name) / source.name, keeper)
     _collect_garbage(root)

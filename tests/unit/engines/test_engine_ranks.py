@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tests.support.thread_ranks import ThreadGroup, ThreadLink, on_every_rank
 
 from headrace.checkpoint import open_checkpoint
-from headrace.engines.vllm_ranks import Opened, StreamTerms, check_snapshots, open_stream, shares_reading
+from headrace.engines.engine_ranks import Opened, StreamTerms, check_snapshots, open_stream, shares_reading
 from headrace.errors import HeadraceError, RankFailed, StreamError
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
