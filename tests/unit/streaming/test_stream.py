@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint.entry import Entry
@@ -534,9 +534,10 @@ def test_a_limit_below_the_longest_read_shortens_the_reads(ownership: Any, caplo
 
 
 @given(
-    st.lists(st.integers(1, 40).map(lambda number: number * 100_000), min_size=1, max_size=30), st.sampled_from([0, 3])
+    st.lists(st.integers(1, 12).map(lambda number: number * 60_000), min_size=1, max_size=12), st.sampled_from([0, 3])
 )
-@settings(max_examples=60, deadline=None)
+@example([432_000, 720_000, 720_000], 0)
+@settings(max_examples=25, deadline=None)
 def test_a_consumer_that_holds_one_tensor_always_gets_the_next_within_the_smallest_limit(
     sizes: list[int], times: int
 ) -> None:
