@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from headrace.engines.engine_options import says_yes
 from headrace.errors import HeadraceError, InvalidSetting
 
 _LOG = logging.getLogger("headrace")
@@ -121,10 +122,7 @@ def check_version() -> None:
 
 def is_wanted(text: str) -> bool:
     """Say whether the variable's ``text`` asks for the takeover. Raises `InvalidSetting` for what says neither yes nor no."""
-    known = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
-    if text.strip().lower() not in known:
-        raise InvalidSetting(f"{VARIABLE} is {text!r}.", "It must be 0 or 1.")
-    return known[text.strip().lower()]
+    return says_yes(VARIABLE, text)
 
 
 def _say(names: set[str], paths: list[str]) -> None:

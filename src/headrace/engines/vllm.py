@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
-from headrace.errors import InvalidSetting
+from headrace.engines.engine_options import says_yes
 
 LOAD_FORMAT = "headrace"
 VARIABLE = "HEADRACE_VLLM"
@@ -44,10 +44,7 @@ def register() -> None:
 
 def is_wanted(text: str) -> bool:
     """Say whether the variable's ``text`` asks for the takeover. Raises `InvalidSetting` for what says neither yes nor no."""
-    known = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
-    if text.strip().lower() not in known:
-        raise InvalidSetting(f"{VARIABLE} is {text!r}.", "It must be 0 or 1.")
-    return known[text.strip().lower()]
+    return says_yes(VARIABLE, text)
 
 
 def _join_log() -> None:

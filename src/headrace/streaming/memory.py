@@ -110,13 +110,13 @@ class SharedFiles:
     def _forget(self, number: int, home: HomeProcess) -> None:
         # It may run in any thread at any time, so it takes no lock: each of these steps is one of the interpreter's.
         place = self._files.pop(number, None)
-        if place is not None:
-            with contextlib.suppress(OSError):
-                if (
-                    home.is_here
-                ):  # A forked child has the same file, and dropping its tensors must not take it from the parent.
-                    os.ftruncate(place.descriptor, 0)  # The pages go now, though a reader process has them mapped.
-                os.close(place.descriptor)
+        if place is None:
+            return
+        with contextlib.suppress(OSError):
+            # A forked child has the same file, and dropping its tensors must not take it from the parent.
+            if home.is_here:
+                os.ftruncate(place.descriptor, 0)  # The pages go now, though a reader process has them mapped.
+            os.close(place.descriptor)
 
 
 class SharedMemory:
