@@ -29,7 +29,8 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def on_ranks(num_ranks: int, work: Callable[..., T], *arguments: Any) -> list[T]:
     """Return, by rank, what ``work(*arguments)`` returned; it and they must be such as pickle can send, the work a function of a module.
 
-    Raises the first error that is a rank's own rather than its word on another's failure, and `RankFailed` for a rank that ended without a word.
+    Raises what began it, where several failed: an error that teaches, then `RankFailed` for a rank that ended without a word, then what another library raised, as it does where
+    one of its peers is gone, then a rank's word on another.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as folder:
@@ -49,10 +50,16 @@ def on_ranks(num_ranks: int, work: Callable[..., T], *arguments: Any) -> list[T]
             _end(processes)
             for pipe in pipes:
                 pipe.close()
-    errors = [one for one in outcomes if isinstance(one, BaseException)]
+    errors = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, BaseException)}
     if errors:
-        raise next((one for one in errors if not isinstance(one, RankFailed)), errors[0])
+        raise errors[min(errors, key=lambda rank: _distance_from_cause(rank, errors[rank]))]
     return outcomes
+
+
+def _distance_from_cause(rank: int, error: BaseException) -> int:
+    if isinstance(error, RankFailed):
+        return 1 if error.rank == rank else 3
+    return 0 if isinstance(error, HeadraceError) else 2
 
 
 def _collect(pipes: list[Connection], processes: list[SpawnProcess]) -> list[Any]:
@@ -63,7 +70,7 @@ def _collect(pipes: list[Connection], processes: list[SpawnProcess]) -> list[Any
         awaited = [pipe for rank, pipe in enumerate(pipes) if rank not in outcomes]
         ready = wait(awaited, timeout=_JOIN_S if has_failed else None)
         if not ready:
-            return list(outcomes.values())  # the rest hears of nothing any more
+            break  # the rest hears of nothing any more
         for rank, pipe in enumerate(pipes):
             if pipe not in ready:
                 continue
@@ -73,7 +80,7 @@ def _collect(pipes: list[Connection], processes: list[SpawnProcess]) -> list[Any
                 processes[rank].join(_JOIN_S)
                 outcomes[rank] = _vanished(rank, processes[rank].exitcode)
             has_failed = has_failed or isinstance(outcomes[rank], BaseException)
-    return [outcomes[rank] for rank in range(len(pipes))]
+    return [outcomes.get(rank) for rank in range(len(pipes))]
 
 
 def _vanished(rank: int, code: int | None) -> RankFailed:

@@ -36,6 +36,12 @@ def fall_over(failing: int) -> None:
     time.sleep(60)
 
 
+def fall_over_first(failing: int) -> None:
+    if dist.get_rank() == failing:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()  # raises what gloo says of a connection that closed
+
+
 def break_down() -> None:
     raise ValueError("of another library")
 
@@ -58,6 +64,11 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_others() -> None:
         on_ranks(2, fall_over, 1)
     assert "SIGKILL" in caught.value.why and caught.value.rank == 1
     assert time.monotonic() - start < 50, "the other one sleeps for a minute, and was ended"
+
+
+def test_a_rank_that_is_killed_is_named_whatever_the_others_say_of_it() -> None:
+    with pytest.raises(RankFailed, match="Rank 1 ended without a word"):
+        on_ranks(2, fall_over_first, 1)
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
