@@ -21,11 +21,11 @@ JOIN_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function came to on one rank: its value, or the exception; and which of our threads were left afterwards."""
+    """What a function came to on one rank: its value, or the exception; when (`time.monotonic`); and which of our threads were left afterwards."""
 
     value: Any = None
     error: BaseException | None = None
-    seconds: float = 0.0
+    ended: float = 0.0
     threads: tuple[str, ...] = ()
 
 
@@ -78,9 +78,9 @@ class RankProcesses:
         self.start(function, *arguments, per_rank=per_rank)
         return [self.outcome(rank) for rank in range(len(self._pipes))]
 
-    def interrupt(self, rank: int) -> None:
-        """Send one rank what Ctrl-C sends."""
-        os.kill(self._processes[rank].pid, signal.SIGINT)
+    def send_signal(self, rank: int, number: signal.Signals) -> None:
+        """Send one rank a signal; SIGINT is what Ctrl-C sends."""
+        os.kill(self._processes[rank].pid, number)
 
     def kill(self, rank: int) -> None:
         """End one rank without a word."""
@@ -124,7 +124,6 @@ def _serve(rank: int, num_ranks: int, rendezvous: str, timeout_s: float, pipe: C
 
 
 def _carry_out(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
-    started = time.monotonic()
     value: Any = None
     error: BaseException | None = None
     try:
@@ -132,6 +131,6 @@ def _carry_out(rank: int, function: Callable[..., Any], arguments: tuple[Any, ..
     except BaseException as raised:
         error = raised.with_traceback(None)
         error.__cause__ = error.__context__ = None
-    seconds = time.monotonic() - started
+    ended = time.monotonic()
     threads = tuple(one.name for one in threading.enumerate() if one.name.startswith("headrace"))
-    return Outcome(value, error, seconds, threads)
+    return Outcome(value, error, ended, threads)

@@ -71,7 +71,7 @@ def test_all_codes_under_many_scales_by_row(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, result: torch.dtype, with_nan: bool
 ) -> None:
     monkeypatch.setattr(byte_codes, "_FEWEST", 1)
-    is_widened = dtype in byte_codes._WIDENINGS and result is not torch.float64
+    is_widened = dtype in byte_codes._INTO_FLOAT16 and result is not torch.float64
     if is_widened and not (with_nan and "e4m3" in str(dtype)):
         monkeypatch.setattr(ByteWeight, "_convert", None)  # The slow way is not to be taken.
     row = all_codes(dtype, with_nan=with_nan)
@@ -84,16 +84,53 @@ def test_all_codes_under_many_scales_by_row(
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)
 @pytest.mark.parametrize("width", [32, 48])
-def test_scales_that_are_bfloat16_numbers_multiply_in_it(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int
+@pytest.mark.parametrize("with_other", [False, True])
+def test_scales_that_are_bfloat16_numbers_multiply_in_place(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, with_other: bool
 ) -> None:
+    """``with_other``: codes for infinities and NaN among the others."""
     monkeypatch.setattr(byte_codes, "_FEWEST", 1)
-    monkeypatch.setattr(ByteWeight, "_widen", None)
-    numbers = torch.tensor([*scales(), *HUGE]).to(torch.bfloat16).to(torch.float32)[:, None]
-    codes = all_codes(dtype).expand(len(numbers), -1)
-    grid = ScaleGrid(values=numbers.expand(-1, -(-256 // width)), block=(1, width))
+    for slower in ("_widen", "_look_up", "_convert"):
+        monkeypatch.setattr(ByteWeight, slower, None)
+    numbers = torch.tensor(scales()).to(torch.bfloat16).to(torch.float32)
+    numbers = numbers[~(numbers.abs() >= 128) | numbers.isinf()][:, None]
+    row = all_codes(dtype) if with_other else all_codes(dtype)[byte_table(dtype).isfinite()]
+    codes = row.expand(len(numbers), -1)
+    grid = ScaleGrid(values=numbers.expand(-1, -(-row.numel() // width)), block=(1, width))
     found = ByteWeight(codes=codes, scales=grid).dequantize(torch.bfloat16, None)
     assert_same(found, expected(codes, numbers, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)
+@pytest.mark.parametrize("single", [False, True])
+def test_scales_too_large_to_multiply_in_place(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, single: bool
+) -> None:
+    monkeypatch.setattr(byte_codes, "_FEWEST", 1)
+    for number in [*HUGE[:2], 2.0**9]:
+        codes, factor = all_codes(dtype).expand(3, -1), torch.full((1 if single else 3, 1), number)
+        grid = ScaleGrid(values=factor, block=(3 if single else 1, 256))
+        found = ByteWeight(codes=codes, scales=grid).dequantize(torch.bfloat16, None)
+        assert_same(found, expected(codes, factor, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES, ids=str)
+def test_small_codes_are_kept_where_torch_takes_subnormal_numbers_for_zero(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(byte_codes, "_FEWEST", 1)
+    numbers = torch.tensor([[0.5], [2.0], [0.0123]])
+    codes, wanted = all_codes(dtype).expand(3, -1), expected(all_codes(dtype).expand(3, -1), numbers, torch.bfloat16)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        by_row = ByteWeight(codes=codes, scales=ScaleGrid(values=numbers, block=(1, 256)))
+        whole = ByteWeight(codes=codes[:1], scales=ScaleGrid(values=numbers[:1], block=(1, 256)))
+        found = by_row.dequantize(torch.bfloat16, None), whole.dequantize(torch.bfloat16, None)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same(found[0], wanted)
+    assert_same(found[1], wanted[:1])
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)

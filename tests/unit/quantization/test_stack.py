@@ -123,7 +123,9 @@ def test_experts_are_as_the_eager_loop_has_them(
     experts.to(dtype)
     expected = experts.eager(weights, x.to(dtype), index, shares)
     result = experts(x.to(dtype), index, shares)
-    assert result.dtype == dtype and torch.equal(result, expected)
+    # A product of two matrices side by side may be summed in another order than two products, by the processor.
+    tolerance = 4 * torch.finfo(dtype).eps * expected.detach().abs().max().item()
+    torch.testing.assert_close(result, expected, rtol=0, atol=tolerance)
     assert expected.abs().sum() > 0
 
 
