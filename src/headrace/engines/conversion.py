@@ -21,10 +21,11 @@ import torch
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.utils import logging as transformers_logging
 
-from headrace.engines.parts_account import MTP, NEEDLESS
+from headrace.engines.parts_account import MTP, NEEDLESS, OTHER_STAGES
 from headrace.engines.placement import Placement
 from headrace.engines.renaming import Renamer
 from headrace.engines.values import Assembly, rehearsed_state_dict
+from headrace.errors import InvalidSetting
 
 _SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 _transformers_lock = threading.RLock()
@@ -114,7 +115,7 @@ def plan_placement(model: Any, load_config: Any, assemblies: Sequence[Assembly])
     ignored = needless_names(model, homes.homeless)
     built: list[Assembly] = []
     asked: dict[str, list[Any]] = {}
-    rehearsal = copy.deepcopy(model)
+    rehearsal = _copied(model)
     values = {
         name: value
         for name, value in rehearsed_state_dict(assemblies, built.append, asked).items()
@@ -156,6 +157,8 @@ def needless_names(model: Any, homeless: Mapping[str, str]) -> dict[str, str]:
             found[name] = MTP
         elif ignorable.search(target):
             found[name] = MTP if _MTP_MODULE.search(target) else NEEDLESS
+        elif _belongs_elsewhere(model, target):
+            found[name] = OTHER_STAGES
     return found
 
 
@@ -173,6 +176,32 @@ def unfilled_names(model: Any) -> list[str]:
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and value.is_meta and not _below(name, offloaded)
     ]
+
+
+def _copied(model: Any) -> Any:
+    """Return a copy of ``model``, on the meta device. What says which stage of a pipeline it is holds process groups, of which there is no copy, and stays the model's own."""
+    if getattr(model, "_fsdp_size", 1) > 1:
+        raise InvalidSetting(
+            "The model is to be sharded for data-parallel training (fsdp_size), and is not loaded that way here.",
+            "Tensor-, expert- and pipeline-parallel models are: each rank asks for its slices only.",
+            "Leave fsdp_size out, or load the checkpoint with Transformers.",
+        )
+    stage = _stage_of(model)
+    return copy.deepcopy(model, {} if stage is None else {id(stage): stage})
+
+
+def _stage_of(model: Any) -> Any:
+    """Return what says which stage of a pipeline ``model`` is; None for a whole model."""
+    return getattr(model, "_pp_stage", None)
+
+
+def _belongs_elsewhere(model: Any, target: str) -> bool:
+    """Say whether a parameter is another stage's of the pipeline that ``model`` is a stage of."""
+    stage = _stage_of(model)
+    if stage is None:
+        return False
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    return stage.find_rank_for_key(target, num_layers, model.base_model_prefix) not in (None, stage.pp_rank)
 
 
 @dataclass(frozen=True, slots=True)

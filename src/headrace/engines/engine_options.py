@@ -1,4 +1,4 @@
-"""What ``model_loader_extra_config`` may say to the loader of any engine, and what its variable may say to the plug-in. Pure; knows no engine."""
+"""What ``model_loader_extra_config`` may say to the loader of any engine. Pure; knows no engine."""
 
 from __future__ import annotations
 
@@ -61,14 +61,6 @@ def parse_engine_options(
         uri=_parsed_uri(config["uri"]) if "uri" in config else None,
         switches=given,
     )
-
-
-def says_yes(variable: str, text: str) -> bool:
-    """Say whether the ``text`` of a ``variable`` asks for what it switches on. Raises `InvalidSetting` for what says neither yes nor no."""
-    known = {"": False, "0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
-    if text.strip().lower() not in known:
-        raise InvalidSetting(f"{variable} is {text!r}.", "It must be 0 or 1.")
-    return known[text.strip().lower()]
 
 
 def _parsed_uri(value: object) -> Uri:

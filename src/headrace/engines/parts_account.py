@@ -12,6 +12,7 @@ from headrace.units import format_bytes
 MTP = "layers for multi-token prediction"
 UNUSED = "scales that nothing uses"
 NEEDLESS = "what the model's class has no use for"
+OTHER_STAGES = "other stages of the pipeline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from headrace.engines.engine_options import says_yes
 from headrace.errors import HeadraceError, InvalidSetting
+from headrace.settings import says_yes
 
 _LOG = logging.getLogger("headrace")
 

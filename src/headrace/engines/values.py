@@ -52,8 +52,8 @@ class Assembly(Protocol):
     @property
     def outputs(self) -> Mapping[str, Output]: ...
 
-    def build(self, take: Take, block: FindBlock) -> dict[str, torch.Tensor]:
-        """Return all values, having taken every piece once, in order."""
+    def build(self, take: Take, block: FindBlock) -> Mapping[str, torch.Tensor | list[torch.Tensor]]:
+        """Return all values, having taken every piece once, in order. A list has the parts of a value that are asked for, in that order."""
 
 
 class Single(Protocol):
@@ -268,15 +268,17 @@ class _Running:
         self._take = take
         self._block = block
         self._left = {name: len(asked.get(name, (...,))) for name in assembly.outputs}
-        self._built: dict[str, torch.Tensor] | None = None
+        self._built: dict[str, torch.Tensor | list[torch.Tensor]] | None = None
 
     def fetch(self, name: str, index: Index) -> torch.Tensor:
         if self._built is None:
-            self._built = self._assembly.build(self._take, self._block)
+            self._built = dict(self._assembly.build(self._take, self._block))
         self._left[name] -= 1
         value = self._built[name] if self._left[name] else self._built.pop(name)
-        if index is Ellipsis or value.shape != self._assembly.outputs[name].shape:
-            return value  # all of it, or what was asked for and nothing else
+        if isinstance(value, list):
+            return value.pop(0)
+        if index is Ellipsis:
+            return value
         part = value[index]
         # A view would keep the rest in memory for as long as the part is used.
         return part if part.shape == value.shape else part.clone(memory_format=torch.contiguous_format)

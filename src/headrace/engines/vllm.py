@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 
-from headrace.engines.engine_options import says_yes
+from headrace.settings import says_yes
 
 LOAD_FORMAT = "headrace"
 VARIABLE = "HEADRACE_VLLM"

@@ -1,0 +1,83 @@
+"""What a model must be to be divided among tensor-parallel ranks, said before a weight is read: Transformers itself finds out in the first pass, or not at all. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers
+
+from headrace.errors import InvalidSetting, ModelError, UnsupportedQuantization
+from headrace.quantization import QuantizationSection
+
+_CUT = ("colwise", "packed_colwise")
+"""Styles of Transformers' plans that leave each rank its part of a projection's outputs; what they gather again may be cut anywhere."""
+_BY_HEADS = ("q_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "query_key_value")
+_BY_KEY_VALUE_HEADS = ("k_proj", "v_proj", "qkv_proj", "query_key_value")
+
+
+def num_tensor_ranks(options: Mapping[str, Any]) -> int:
+    """Return among how many ranks ``from_pretrained``'s ``options`` divide each layer by Transformers' own plan: 1 where they do not, or bring a plan of their own."""
+    config = options.get("distributed_config")
+    if config is None:
+        plan, size = options.get("tp_plan"), options.get("tp_size")
+    elif isinstance(config, Mapping):
+        plan, size = config.get("tp_plan"), config.get("tp_size")
+    else:
+        plan, size = config.tp_plan, config.tp_size
+    return size if isinstance(size, int) and not isinstance(plan, Mapping) else 1
+
+
+def check_parallel(model_class: Any, config: Any, num_ranks: int, *, source: str) -> None:
+    """Raise `ModelError` where Transformers has no plan for the model, and `InvalidSetting` where its attention heads cannot be shared equally among ``num_ranks``."""
+    plan = _plan_of(model_class, config)
+    if not plan:
+        raise ModelError(
+            f"{source} cannot be divided among {num_ranks} ranks: {model_class.__name__} has no tensor-parallel plan.",
+            f"Transformers {transformers.__version__} says of none of its layers how ranks share it. No weight byte was read.",
+            "Use one process for this model (--tp 1, or no distributed_config).",
+        )
+    counts = list(_head_counts(config, plan))
+    odd = next(((what, count) for what, count in counts if count % num_ranks), None)
+    if odd is None:
+        return
+    most = math.gcd(*(count for _, count in counts))
+    possible = ", ".join(str(number) for number in range(1, most + 1) if most % number == 0)
+    raise InvalidSetting(
+        f"{source} cannot be divided among {num_ranks} ranks.",
+        f"Each rank computes whole heads, and the number of its {odd[0]}, {odd[1]}, is no multiple of {num_ranks}. No weight byte was read.",
+        f"Possible for this model: {possible}.",
+    )
+
+
+def refuse_packed(section: QuantizationSection | None, num_ranks: int, *, source: str) -> UnsupportedQuantization:
+    """Return the error for packed layers that would have to be divided."""
+    kind = section.label if section is not None else "packed weights"
+    return UnsupportedQuantization(
+        f"{source} cannot be divided among {num_ranks} ranks: it is quantized with {kind}.",
+        "Codes, scales and zero points of a packed layer are not cut as a plain weight is. No weight byte was read.",
+        "Expand the weights as they arrive (--dequantize, dequantize=True), use one process, or the unquantized form of the model.",
+    )
+
+
+def _plan_of(model_class: Any, config: Any) -> dict[str, str]:
+    """Return the rules that Transformers has for the class, its base and their parts; the names are patterns."""
+    plan: dict[str, str] = dict(getattr(model_class, "_tp_plan", None) or {})
+    nested = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
+    for one in (config, *nested):
+        plan.update(getattr(one, "base_model_tp_plan", None) or {})
+    return plan
+
+
+def _head_counts(config: Any, plan: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    """Yield how many heads of each kind the layers have, where the plan cuts the projections that make them."""
+    cut = {name.rpartition(".")[2] for name, style in plan.items() if style in _CUT}
+    text = config.get_text_config(decoder=True)
+    for layer in getattr(text, "per_layer_config", None) or [text]:
+        num_heads = getattr(layer, "num_attention_heads", None)
+        num_key_value_heads = getattr(layer, "num_key_value_heads", None)
+        if isinstance(num_heads, int) and cut.intersection(_BY_HEADS):
+            yield "attention heads", num_heads
+        if isinstance(num_key_value_heads, int) and cut.intersection(_BY_KEY_VALUE_HEADS):
+            yield "key-value heads", num_key_value_heads
