@@ -15,6 +15,7 @@ import headrace
 from headrace.errors import InvalidSetting, StreamError
 from headrace.settings import Settings
 from tests.support.fault_server import FaultServer
+from tests.support.quantized import QuantizedCheckpoints
 from tests.support.rank_processes import RankProcesses
 
 from .test_ranks import Place, opened, place_of
@@ -62,7 +63,7 @@ def distributed_config(kind: str) -> Any:
 
 
 def load_slices(
-    rank: int, place: Place | str, shared: bool, kind: str = "tensor"
+    rank: int, place: Place | str, shared: bool, kind: str = "tensor", dequantize: bool = False
 ) -> tuple[dict[str, str], list[float], Any, int]:
     """Load this rank's part; return its hashes, the last logits, the report, and the bytes of memory that its parameters keep."""
     from torch.distributed.tensor import DTensor
@@ -75,6 +76,7 @@ def load_slices(
         dtype=torch.float32,
         distributed_config=distributed_config(kind),
         distributed=shared,
+        dequantize=dequantize,
         settings=settings,
         on_report=reports.append,
     )
@@ -146,6 +148,20 @@ def test_slices_are_those_of_transformers(
     else:
         # Rows are halved, and so are experts; what is split by columns is too short here to be asked for run by run.
         assert max(wanted) <= (0.5 + _whole_bytes(folder, kind) / total / 2 + 0.01) * total
+
+
+@pytest.mark.parametrize("name", ["qwenfp8-qwen3", "ct-w4a16-asym-g128-llama", "modelopt-nvfp4-awqlite-llama"])
+def test_packed_weights_are_expanded_from_their_slices(ranks: RankProcesses, tmp_path: Path, name: str) -> None:
+    folder = QuantizedCheckpoints(tmp_path)[name].folder
+    with torch.no_grad():
+        whole = headrace.load_model(folder, dtype=torch.float32, dequantize=True, settings=Settings(progress=False))
+        expected = whole(TOKENS).logits[0, -1]
+    for outcome in ranks.run(load_slices, str(folder), False, "tensor", True):
+        assert outcome.error is None, outcome.error
+        _, logits, report, kept_bytes = outcome.value
+        assert torch.allclose(torch.tensor(logits), expected, atol=1e-4)
+        assert kept_bytes < 0.8 * sum(parameter.nbytes for parameter in whole.parameters())
+        assert report.bytes_wanted < 0.8 * report.bytes_checkpoint
 
 
 def test_what_is_not_loaded_by_parts_is_said(ranks: RankProcesses, folders: dict[str, Path]) -> None:

@@ -180,7 +180,7 @@ def unfilled_names(model: Any) -> list[str]:
 
 def _copied(model: Any) -> Any:
     """Return a copy of ``model``, on the meta device. What says which stage of a pipeline it is holds process groups, of which there is no copy, and stays the model's own."""
-    if getattr(model, "_fsdp_size", 1) > 1:
+    if (getattr(model, "_fsdp_size", None) or 1) > 1:
         raise InvalidSetting(
             "The model is to be sharded for data-parallel training (fsdp_size), and is not loaded that way here.",
             "Tensor-, expert- and pipeline-parallel models are: each rank asks for its slices only.",

@@ -1,9 +1,7 @@
 """The parts of values that one rank of a tensor- or expert-parallel model keeps: which bytes are asked for, and how the parts come out of them. Pure; knows no engine.
 
-A part is a slice of each dimension of a value, be that a stored tensor or a stack of many. Of each stored tensor that it touches, a region is wanted; in the file that is a number of
-runs of bytes with gaps between them, which are the other ranks'. One run is asked for as it is. Of several, either each is asked for, or the rows that hold them all, of which the
-regions are then kept; the rule is that of all reads (``gap_bytes``): a gap costs as many bytes as it has, and a further request as many as could have come in its time. A region of
-many short runs, as where the input features are split, is read with its rows.
+A part is a slice of each dimension of a value, be that a stored tensor, an expanded weight, or a stack of many. Of each stored tensor that it touches, a region is wanted; `readings`
+knows what of the file that is.
 """
 
 from __future__ import annotations
@@ -16,76 +14,19 @@ from functools import cached_property
 
 import torch
 
-from headrace.checkpoint import DTYPES, Entry
+from headrace.checkpoint import Entry
 from headrace.engines.placement import Placement
-from headrace.engines.values import Assembly, FindBlock, Index, Output, Plain, Stack, Take, no_block
+from headrace.engines.readings import Bounds, Reading, Region, expanded_reading, plain_reading, shape_of, volume
+from headrace.engines.values import Assembly, Expansion, FindBlock, Index, Output, Plain, Stack, Take, no_block
 
-MOST_RUNS = 4096
-"""Of more runs than this the rows are read: each is a read of its own to plan and to place."""
-
-Bounds = tuple[tuple[int, int], ...]
-"""For each dimension where the part starts and where it stops."""
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A region of a stored tensor, and its place in one of the parts of a value."""
-
-    bounds: Bounds
-    part: int
-    place: tuple[int | slice, ...]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What is read of one stored tensor, for the value ``name``."""
-
-    entry: Entry
-    name: str
-    regions: Sequence[Region]
-    """They do not overlap."""
-    reads_rows: bool
-    """Whether the rows that hold all regions are read, or each run by itself."""
-
-    @cached_property
-    def _runs(self) -> Sequence[tuple[Entry, int]]:
-        """The runs in the order of the file, each with the number of its region, whose runs are in order, too."""
-        runs = [(run, number) for number, one in enumerate(self.regions) for run in _runs_of(self.entry, one.bounds)]
-        return sorted(runs, key=lambda item: item[0].start)
-
-    @cached_property
-    def _rows(self) -> tuple[int, int]:
-        bounds = [region.bounds[0] for region in self.regions]
-        return min(start for start, _ in bounds), max(stop for _, stop in bounds)
-
-    @cached_property
-    def pieces(self) -> Sequence[Entry]:
-        """What is asked for, in the order of the file."""
-        return (_rows_of(self.entry, self._rows),) if self.reads_rows else tuple(run for run, _ in self._runs)
-
-    def take(self, take: Take) -> list[torch.Tensor]:
-        """Take every piece once, in order; return the values of the regions, in their shapes, as views of what was read or in memory of their own."""
-        if self.reads_rows:
-            first, rows = self._rows[0], take(self.pieces[0])
-            return [rows[_slices(((start - first, stop - first), *inner))] for (start, stop), *inner in self._bounds]
-        taken: list[list[torch.Tensor]] = [[] for _ in self.regions]
-        for run, number in self._runs:
-            taken[number].append(take(run))
-        return [
-            (runs[0] if len(runs) == 1 else torch.cat([run.flatten() for run in runs])).view(_shape(bounds))
-            for runs, bounds in zip(taken, self._bounds, strict=True)
-        ]
-
-    @property
-    def _bounds(self) -> list[Bounds]:
-        return [region.bounds for region in self.regions]
+Whole = Plain | Expansion | Stack
 
 
 @dataclass(frozen=True)
 class Parts:
     """The parts of the values of ``whole`` that are asked for. Its outputs are the whole values', since the engine slices those; what it builds are the parts."""
 
-    whole: Plain | Stack
+    whole: Whole
     bounds: Mapping[str, Sequence[Bounds]]
     """Value → its parts, in the order in which they are asked for."""
     readings: Sequence[Reading]
@@ -104,9 +45,9 @@ class Parts:
         built: dict[str, list[torch.Tensor | None]] = {name: [None] * len(parts) for name, parts in self.bounds.items()}
         for reading in self.readings:
             for region, values in zip(reading.regions, reading.take(take), strict=True):
-                parts, shape = built[reading.name], _shape(self.bounds[reading.name][region.part])
+                parts, shape = built[reading.name], shape_of(self.bounds[reading.name][region.part])
                 if values.shape == shape:
-                    owned = values.clone(memory_format=torch.contiguous_format) if reading.reads_rows else values
+                    owned = values.clone(memory_format=torch.contiguous_format) if reading.gives_views else values
                     parts[region.part] = owned
                     continue
                 part = parts[region.part]
@@ -118,12 +59,12 @@ class Parts:
 
 def cut(assemblies: Sequence[Assembly], placement: Placement, *, gap_bytes: int) -> tuple[list[Assembly], Placement]:
     """Return ``assemblies`` and ``placement`` with those values cut of which only parts are asked for."""
-    cuts = [_cut(item, placement.asked, gap_bytes) if isinstance(item, Plain | Stack) else item for item in assemblies]
+    cuts = [_cut(item, placement.asked, gap_bytes) if isinstance(item, Whole) else item for item in assemblies]
     pieces: dict[str, list[Entry]] = {}
     for item in cuts:
         if isinstance(item, Parts):
             pieces |= {entry.name: [] for entry, _ in item.whole.pieces}
-            pieces |= {reading.entry.name: list(reading.pieces) for reading in item.readings}
+            pieces |= {name: list(some) for reading in item.readings for name, some in reading.replaced.items()}
     if not pieces:
         return cuts, placement
     order = tuple(piece for entry in placement.order for piece in pieces.get(entry.name, (entry,)))
@@ -131,47 +72,41 @@ def cut(assemblies: Sequence[Assembly], placement: Placement, *, gap_bytes: int)
     return cuts, replace(placement, order=order, targets={**placement.targets, **targets})
 
 
-def _cut(whole: Plain | Stack, asked: Mapping[str, Sequence[Index]], gap_bytes: int) -> Assembly:
-    sources = _sources(whole)
+def _cut(whole: Whole, asked: Mapping[str, Sequence[Index]], gap_bytes: int) -> Assembly:
     bounds = {name: _parts_of(asked.get(name, ()), output.shape) for name, output in whole.outputs.items()}
-    if sources is None or any(parts is None for parts in bounds.values()):
-        return whole
     parts = {name: some for name, some in bounds.items() if some is not None}
-    wanted = sum(_volume(part) for some in parts.values() for part in some)
-    if wanted == sum(math.prod(output.shape) for output in whole.outputs.values()):
+    wanted = sum(volume(part) for some in parts.values() for part in some)
+    if len(parts) < len(bounds) or wanted == sum(math.prod(output.shape) for output in whole.outputs.values()):
         return whole
-    readings = []
-    for plain, name, index in sources:
-        regions = [
-            region
-            for number, part in enumerate(parts[name])
-            if (region := _region(index, number, part, whole.outputs[name].shape)) is not None
-        ]
+    readings: list[Reading] = []
+    for source, name, index in _sources(whole):
+        found = [_region(index, number, part, whole.outputs[name].shape) for number, part in enumerate(parts[name])]
+        regions = [region for region in found if region is not None]
         if regions:
-            readings.append(
-                Reading(plain.entry, name, regions, reads_rows=_should_read_rows(plain.entry, regions, gap_bytes))
-            )
-    return Parts(whole, parts, sorted(readings, key=lambda one: (one.entry.file, one.entry.start)))
+            reading = _reading(source, name, regions, gap_bytes)
+            if reading is None:
+                return whole
+            readings.append(reading)
+    return Parts(whole, parts, sorted(readings, key=lambda one: (one.pieces[0].file, one.pieces[0].start)))
 
 
-def _sources(whole: Plain | Stack) -> list[tuple[Plain, str, tuple[int | slice, ...]]] | None:
-    """Return the stored tensors of ``whole``, each with the name of its value and its index therein; None where one of them is not cut by bytes."""
-    if isinstance(whole, Plain):
-        pieces: list[tuple[object, str, tuple[int | slice, ...]]] = [(whole, whole.name, ())]
-    else:
-        pieces = [(piece.source, piece.name, piece.index) for piece in whole.stacked]
-    found = [
-        (source, name, index)
-        for source, name, index in pieces
-        if isinstance(source, Plain) and DTYPES[source.entry.dtype].packed == 1
-    ]
-    return found if len(found) == len(pieces) else None
+def _reading(source: Plain | Expansion, name: str, regions: Sequence[Region], gap_bytes: int) -> Reading | None:
+    if isinstance(source, Plain):
+        return plain_reading(source.entry, name, regions, gap_bytes=gap_bytes)
+    return expanded_reading(source, name, regions[0], gap_bytes=gap_bytes) if len(regions) == 1 else None
+
+
+def _sources(whole: Whole) -> list[tuple[Plain | Expansion, str, tuple[int | slice, ...]]]:
+    """Return what ``whole`` is made of, each with the name of its value and its index therein."""
+    if isinstance(whole, Stack):
+        return [(piece.source, piece.name, piece.index) for piece in whole.stacked]
+    return [(whole, whole.name, ())]
 
 
 def _parts_of(indices: Sequence[Index], shape: Sequence[int]) -> list[Bounds] | None:
     """Return the bounds of all parts; None where there are none, one has nothing in it (too rare for a form of its own), or two overlap."""
     found = [bounds_of(index, shape) for index in indices]
-    parts = [bounds for bounds in found if bounds is not None and _volume(bounds)]
+    parts = [bounds for bounds in found if bounds is not None and volume(bounds)]
     if not parts or len(parts) < len(found):
         return None
     overlap = any(_overlap(one, other) for one, other in itertools.combinations(parts, 2))
@@ -211,64 +146,3 @@ def _region(index: tuple[int | slice, ...], number: int, part: Bounds, shape: Se
 
 def _overlap(one: Bounds, other: Bounds) -> bool:
     return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(one, other, strict=True))
-
-
-def _volume(bounds: Bounds) -> int:
-    return math.prod(_shape(bounds))
-
-
-def _shape(bounds: Bounds) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in bounds)
-
-
-def _slices(bounds: Bounds) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in bounds)
-
-
-def _last_cut(bounds: Bounds, shape: Sequence[int]) -> int:
-    """Return the last dimension of which not all is kept, 0 where all is; a run lies within one index of those before it."""
-    cut_ones = (place for place, (bound, size) in enumerate(zip(bounds, shape, strict=True)) if bound != (0, size))
-    return max(cut_ones, default=0)
-
-
-def _should_read_rows(entry: Entry, regions: Sequence[Region], gap_bytes: int) -> bool:
-    bounds = [region.bounds for region in regions]
-    num_runs = sum(math.prod(_shape(one[: _last_cut(one, entry.shape)])) for one in bounds)
-    if num_runs == 1:
-        return False
-    num_rows = max(one[0][1] for one in bounds) - min(one[0][0] for one in bounds)
-    gaps = (num_rows * math.prod(entry.shape[1:]) - sum(map(_volume, bounds))) * _item_bytes(entry)
-    return gaps <= num_runs * gap_bytes or num_runs > MOST_RUNS
-
-
-def _runs_of(entry: Entry, bounds: Bounds) -> list[Entry]:
-    if not bounds or _shape(bounds) == entry.shape:
-        return [entry]
-    last = _last_cut(bounds, entry.shape)
-    inner = entry.shape[last + 1 :]
-    strides = [math.prod(entry.shape[place + 1 :]) for place in range(len(entry.shape))]
-    start, stop = bounds[last]
-    runs = []
-    for outer in itertools.product(*(range(*bound) for bound in bounds[:last])):
-        first = sum(number * stride for number, stride in zip(outer, strides, strict=False)) + start * strides[last]
-        runs.append(_part(entry, first, (stop - start, *inner)))
-    return runs
-
-
-def _rows_of(entry: Entry, bound: tuple[int, int]) -> Entry:
-    start, stop = bound
-    if bound == (0, entry.shape[0]):
-        return entry
-    return _part(entry, start * math.prod(entry.shape[1:]), (stop - start, *entry.shape[1:]))
-
-
-def _part(entry: Entry, first: int, shape: tuple[int, ...]) -> Entry:
-    """Return the entry of the values from number ``first`` on that fill ``shape``."""
-    start = entry.start + first * _item_bytes(entry)
-    stop = start + math.prod(shape) * _item_bytes(entry)
-    name = f"{entry.name}[{first}:{first + math.prod(shape)}]"
-    return replace(entry, name=name, shape=shape, start=start, stop=stop)
-
-
-def _item_bytes(entry: Entry) -> int:
-    return entry.size_bytes // math.prod(entry.shape)

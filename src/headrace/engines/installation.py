@@ -108,7 +108,7 @@ def _is_packed(model: Any, parameter: str) -> bool:
 def expand(model: Any, quantization: CheckpointQuantization, renamer: Renamer, *, dtype: torch.dtype) -> Installation:
     """Say how every packed weight of ``quantization`` becomes a plain one of ``dtype``, and give layers whose input is scaled a place for that scale.
 
-    Where no layer can hold that scale (stacks of experts), it is multiplied into the weight. The scales of inputs, keys and values are not read: a plain model rounds none.
+    Where no layer can hold that scale (stacks of experts, layers that ranks share), it is multiplied into the weight. The scales of inputs, keys and values are not read: a plain model rounds none.
     """
     installation = Installation(left_out=set(quantization.unused))
     for module in quantization.modules.values():
@@ -142,7 +142,10 @@ def _wanted_shape(renamer: Renamer, module: QuantizedModule) -> tuple[int, ...]:
 
 
 def _scaled_holder(model: Any, module: QuantizedModule, renamer: Renamer) -> str | None:
-    """Put a layer that scales its input in the place of the plain one that ``module`` fills, and return its path; None where that is no linear layer."""
+    """Put a layer that scales its input in the place of the plain one that ``module`` fills, and return its path; None where that is no linear layer, or one of several ranks' (each has
+    other columns, and Transformers has given the layer hooks already)."""
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return None
     target, pattern = renamer(f"{module.name}.weight")
     if pattern is not None or target not in renamer.wanted:
         return None

@@ -15,6 +15,7 @@ import torch
 
 from headrace.checkpoint import DTYPES, Entry
 from headrace.quantization.scheme import ROLES_OF_INPUT, Role, WeightQuantization
+from headrace.quantization.slices import WeightSlice
 from headrace.streaming import torch_dtype, torch_shape
 from headrace.streaming.room import Block
 
@@ -136,10 +137,10 @@ class Expansion:
         parts = {roles[entry.name]: take(entry) for entry, _ in self.pieces}
         target = out.transpose(-1, -2) if self.is_transposed else out
         if self.num_experts is None:
-            self._expand(parts, target)
+            self.expand(parts, target)
             return
         for expert in range(self.num_experts):
-            self._expand({role: part[expert] for role, part in parts.items()}, target[expert])
+            self.expand({role: part[expert] for role, part in parts.items()}, target[expert])
 
     def build(self, take: Take, block: FindBlock = no_block) -> dict[str, torch.Tensor]:
         output = self.output
@@ -147,8 +148,9 @@ class Expansion:
         self.fill(take, out)
         return {self.name: out}
 
-    def _expand(self, parts: dict[Role, torch.Tensor], out: torch.Tensor) -> None:
-        scheme, shape = self.weight.scheme, self.weight.shape
+    def expand(self, parts: dict[Role, torch.Tensor], out: torch.Tensor, cut: WeightSlice | None = None) -> None:
+        """Write into ``out`` (``[N, K]``, any strides) what ``parts`` stand for, which are those of ``cut`` where only that is wanted; they are used up."""
+        scheme, shape = (self.weight.scheme, self.weight.shape) if cut is None else (cut.scheme, cut.shape)
         note = scheme.check_values(parts, self.name.removesuffix(".weight"))
         if note is not None:
             self.notes.append(note)
