@@ -28,6 +28,7 @@ from headrace.checkpoint import Checkpoint, open_checkpoint
 from headrace.compat.sglang import runai_safetensors_weights_iterator
 from headrace.errors import CheckpointError, ObjectNotFound, PlacementError, RankFailed, StreamError
 from headrace.settings import Settings
+from headrace.storage import StoredObject
 from headrace.streaming import DistributedStream, Lockstep
 from headrace.streaming.processgroup import GroupLink
 from headrace.streaming.ranks import Exchange
@@ -165,6 +166,22 @@ def load_what_each_wants(rank: int, place: Place) -> None:
 def load_model_together(rank: int, folder: str) -> Digests:
     model = headrace.load_model(folder, distributed=True, settings=settings_of())
     return {name: digest(value) for name, value in model.state_dict().items()}
+
+
+def load_model_from_a_bucket(rank: int, cache_dir: str, place: Place) -> tuple[Digests, list[str]]:
+    """Also return which objects this rank read itself, other than ranges of weights."""
+    read: list[str] = []
+
+    class Noting(StubStore):
+        def read_object(self, stored: StoredObject, *, start: int = 0, stop: int | None = None) -> bytes:
+            read.append(stored.key)
+            return super().read_object(stored, start=start, stop=stop)
+
+    settings = settings_of(cache_dir=Path(cache_dir))
+    store: Any = Noting(place)  # type: ignore[arg-type]
+    with open_checkpoint(store, settings=settings) as checkpoint:
+        model = headrace.load_model(checkpoint, distributed=True, settings=settings)
+        return {name: digest(value) for name, value in model.state_dict().items()}, read
 
 
 def iterate_as_sglang(rank: int, files: list[str], is_distributed: bool) -> tuple[Digests, list[str]]:
@@ -364,6 +381,29 @@ def test_a_model_is_loaded_together(ranks: RankProcesses, tmp_path: Path) -> Non
     outcomes = ranks.run(load_model_together, str(folder))
     assert [outcome.error for outcome in outcomes] == [None] * NUM_RANKS
     assert [outcome.value for outcome in outcomes] == [expected] * NUM_RANKS
+    assert_group_is_in_step(ranks, outcomes)
+
+
+def test_each_node_has_one_mirror_of_the_side_files(ranks: RankProcesses, tmp_path: Path) -> None:
+    """Two ranks of one node have one cache, a third on another node, without a disk in common, has its own."""
+    folder = save_model("llama-tied", tmp_path / "model")
+    expected = {
+        name: digest(value) for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()
+    }
+    nodes = [tmp_path / "node 0", tmp_path / "node 0", tmp_path / "node 1"]
+    with FaultServer() as server:
+        for path in folder.iterdir():
+            server.put(path.name, path.read_bytes())
+        outcomes = ranks.run(load_model_from_a_bucket, place_of(server), per_rank=[(str(node),) for node in nodes])
+        assert [outcome.error for outcome in outcomes] == [None] * NUM_RANKS
+        assert [outcome.value[0] for outcome in outcomes] == [expected] * NUM_RANKS
+        first, second, other = [outcome.value[1] for outcome in outcomes]
+        for name in ("config.json", "generation_config.json"):
+            assert (first + second).count(name) == other.count(name) == 1, f"{name} comes to each node once"
+    for node in set(nodes):
+        [mirror] = {path.parent for path in node.rglob("config.json")}
+        assert {path.name for path in mirror.iterdir()} >= {"config.json", "generation_config.json"}
+        assert not list(node.rglob("*.safetensors"))
     assert_group_is_in_step(ranks, outcomes)
 
 
