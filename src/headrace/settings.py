@@ -47,7 +47,8 @@ class TransportSettings:
     backoff_most_s: float = 10.0
     """Longest wait between two attempts."""
     readers: int | str = "auto"
-    """Processes that read from remote stores (`HEADRACE_READERS`): 0 leaves it to threads of this process, and so does ``auto``, by what was measured so far."""
+    """Processes that read from remote stores, for each rank (`HEADRACE_READERS`): 0 leaves it to threads of this process, and so does ``auto``, until they are seen to fill
+    processors of a machine that has more."""
     reader_places: str = ""
     """Where reader processes run and read, in turn, with commas between (`HEADRACE_READER_PLACES`): ``INTERFACE``, ``@NODE`` (NUMA) or ``INTERFACE@NODE``."""
     bandwidth_bytes_per_s: int = 0
@@ -217,6 +218,14 @@ class Settings:
 _TRANSPORT_NAMES = frozenset(item.name for item in fields(TransportSettings))
 
 
+def says_yes(variable: str, text: str) -> bool:
+    """Say whether the ``text`` of a ``variable`` asks for what it switches on. Raises `InvalidSetting` for what says neither yes nor no."""
+    try:
+        return bool(text.strip()) and _switch(text.strip())
+    except KeyError as error:
+        raise InvalidSetting(f"{variable} is {text!r}.", "It must be 0 or 1.") from error
+
+
 def known_variables() -> dict[str, tuple[str, ...]]:
     """Return the environment variables of each setting that has any, those first that win over others; ``azure.account`` and its like are fields of `AzureSettings`."""
     found: dict[str, tuple[str, ...]] = {}
@@ -229,7 +238,7 @@ def _warn_of_unknown(environment: Mapping[str, str]) -> None:
     """Say once which ``HEADRACE_`` variables mean nothing: a slip in a name would otherwise be a setting that silently is not made."""
     for variable in sorted(environment):
         if variable.startswith("HEADRACE_") and variable not in _VARIABLES and variable not in _OTHERS_VARIABLES:
-            near = get_close_matches(variable, _VARIABLES, n=1)
+            near = get_close_matches(variable, (*_VARIABLES, *_OTHERS_VARIABLES), n=1)
             _say_once(variable, f" Did you mean {near[0]}?" if near else "")
 
 
@@ -238,8 +247,10 @@ def _say_once(variable: str, hint: str) -> None:
     logging.getLogger("headrace").warning("The variable %s is set and means nothing to Headrace.%s", variable, hint)
 
 
-_OTHERS_VARIABLES = frozenset({"HEADRACE_API_KEY", "HEADRACE_ENV_ROOT", "HEADRACE_SGLANG", "HEADRACE_VLLM"})
-"""Variables that the command line, the Makefile and the engines' plug-ins read."""
+_OTHERS_VARIABLES = frozenset(
+    {"HEADRACE_API_KEY", "HEADRACE_AS_RUNAI", "HEADRACE_ENV_ROOT", "HEADRACE_SGLANG", "HEADRACE_VLLM"}
+)
+"""Variables that the command line, the Makefile, the engines' plug-ins and the stand-in for Run:ai's package read."""
 
 
 def _check_number(name: str, value: Any, least: float, *, whole: bool = False) -> None:
@@ -278,12 +289,13 @@ def _kind_of(convert: Any) -> str:
         _switch: "0 or 1",
         _style: "0 or 1",
         _payer: "requester, 0 or 1",
-        _readers: "auto or a whole number",
+        parse_readers: "auto or a whole number",
     }
     return kinds.get(convert, "something else")
 
 
-def _readers(text: str) -> int | str:
+def parse_readers(text: str) -> int | str:
+    """Return ``auto`` or the number that ``text`` is; what it may be is `TransportSettings`'s to check. Raises ValueError."""
     return "auto" if text.lower() == "auto" else int(text)
 
 
@@ -330,7 +342,7 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "HEADRACE_CONNECTIONS": ("num_connections", int),
     "RUNAI_STREAMER_CHUNK_BYTESIZE": ("read_bytes", parse_bytes),
     "HEADRACE_READ_BYTES": ("read_bytes", parse_bytes),
-    "HEADRACE_READERS": ("readers", _readers),
+    "HEADRACE_READERS": ("readers", parse_readers),
     "HEADRACE_READER_PLACES": ("reader_places", str),
     "HEADRACE_BANDWIDTH_LIMIT": ("bandwidth_bytes_per_s", parse_rate),
     # The names that curl and the SDKs know, in both spellings; the lower one wins where they differ, as with curl.

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -307,16 +307,31 @@ def test_no_thread_is_left(bucket_uri: str) -> None:
     assert not [one.name for one in threading.enumerate() if one.name.startswith(("headrace-stat", "headrace-pull"))]
 
 
-def stream_as_rank(rank: int, paths: list[str]) -> tuple[list[tuple[str, list[int]]], list[tuple[int, int, list[int]]]]:
+class Got(NamedTuple):
+    tensors: list[tuple[str, list[int]]]
+    chunks: list[tuple[int, int, list[int]]]
+    shares: list[int]
+    """Bytes of the tensors that each rank read, where they shared the reading."""
+
+
+def stream_as_rank(rank: int, paths: list[str]) -> Got:
     with ours.SafetensorsStreamer(settings=Settings(progress=False)) as streamer:
         streamer.stream_files(paths, is_distributed=True)
         tensors = [(name, as_bytes(tensor)) for name, tensor in streamer.get_tensors()]
+        assert streamer._stream is not None
+        shares = [one.bytes_read for one in streamer._stream.report.ranks]
     with ours.DistributedStreamer(settings=Settings(progress=False)) as chunks:
         chunks.stream_files([ours.FileChunks.contiguous(5, paths[0], 8, [100, 20])], is_distributed=True)
-        return tensors, [(at, index, as_bytes(chunk)) for at, index, chunk in chunks.get_chunks()]
+        return Got(tensors, [(at, index, as_bytes(chunk)) for at, index, chunk in chunks.get_chunks()], shares)
 
 
-def test_ranks_share_the_reading_and_get_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_ranks_share_the_reading_and_get_the_same(
+    is_shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless that library's own variable says that they must not."""
+    if not is_shared:
+        monkeypatch.setenv("RUNAI_STREAMER_DIST", "0")
     for name, body in WEIGHTS.items():
         (tmp_path / name).write_bytes(body)
     paths = [str(tmp_path / name) for name in WEIGHTS]
@@ -324,8 +339,11 @@ def test_ranks_share_the_reading_and_get_the_same(tmp_path: Path) -> None:
     with RankProcesses(2, tmp_path) as ranks:
         outcomes = ranks.run(stream_as_rank, paths)
     assert [outcome.error for outcome in outcomes] == [None, None]
-    assert [outcome.value for outcome in outcomes] == [alone, alone]
-    assert alone[1] == [
+    found = [outcome.value for outcome in outcomes]
+    assert [one[:2] for one in found] == [alone[:2], alone[:2]]
+    num_bytes = sum(len(content) for _, content in alone.tensors)
+    assert [sum(one.shares) for one in found] == ([num_bytes, num_bytes] if is_shared else [0, 0])
+    assert alone.chunks == [
         (5, 0, list(WEIGHTS["model-0.safetensors"][8:108])),
         (5, 1, list(WEIGHTS["model-0.safetensors"][108:128])),
     ]

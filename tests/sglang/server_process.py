@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,13 +25,16 @@ _STOP_S = 15.0
 
 
 class SglangServer:
-    """``python -m sglang.launch_server`` with ``arguments``; what it prints is in ``log``. A context manager."""
+    """``python -m sglang.launch_server`` with ``arguments``; what it prints is in ``log``. A context manager.
 
-    def __init__(self, log: Path, arguments: list[str], **environment: str) -> None:
+    ``launcher`` is what stands between ``python`` and ``-m``.
+    """
+
+    def __init__(self, log: Path, arguments: list[str], *, launcher: Sequence[str] = (), **environment: str) -> None:
         self.log = log
         self.port = find_port()
         self._command = [
-            *(sys.executable, "-W", "ignore", "-m", "sglang.launch_server"),
+            *(sys.executable, "-W", "ignore", *launcher, "-m", "sglang.launch_server"),
             *("--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu", "--dtype", "float32"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
             *("--max-running-requests", "2", "--max-total-tokens", "512", "--skip-server-warmup"),

@@ -200,6 +200,14 @@ def test_a_slip_in_a_variables_name_is_said_once(caplog: pytest.LogCaptureFixtur
     assert "API_KEY" not in caplog.text
 
 
+def test_a_switch_that_others_read_is_known_and_may_have_been_meant(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="headrace"):
+        Settings.from_environment({"HEADRACE_AS_RUNAI": "1", "HEADRACE_AS_RUN_AI": "1"})
+    assert [one.getMessage() for one in caplog.records] == [
+        "The variable HEADRACE_AS_RUN_AI is set and means nothing to Headrace. Did you mean HEADRACE_AS_RUNAI?"
+    ]
+
+
 def test_the_variables_for_azure_are_named_but_not_their_values() -> None:
     environment = {"AZURE_STORAGE_ACCOUNT_NAME": "acct", "AZURE_STORAGE_KEY": "a2V5", "AZURE_STORAGE_ACCESS_KEY": "b"}
     named = {"azure.account": "AZURE_STORAGE_ACCOUNT_NAME", "azure.account_key": "AZURE_STORAGE_KEY"}

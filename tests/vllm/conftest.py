@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from headrace.cli.seaweed import SeaweedServer
 from tests.support.quantized import QuantizedCheckpoints
+from tests.vllm.models import upload
 
 HAS_VLLM = find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
@@ -60,3 +62,19 @@ def vllm_here(cache_dir: Path) -> Any:
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoints:
     """Real quantized checkpoints."""
     return QuantizedCheckpoints(tmp_path_factory.mktemp("quantized"))
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as the demo writes it: 269 MB of bf16 in four files."""
+    folder = os.environ.get("SMOLLM2_FOLDER")
+    if not folder:
+        pytest.skip("SMOLLM2_FOLDER names no folder; `make test-vllm` makes one")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def stored(seaweed: SeaweedServer, s3_client: Any, smollm2: Path) -> Iterator[str]:
+    """The model in a bucket of its own."""
+    s3_client.create_bucket(Bucket="vllm-models")
+    yield upload(s3_client, "vllm-models", smollm2, "smollm2")

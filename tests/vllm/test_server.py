@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +19,6 @@ REAL = ["--dtype", "float32", "--max-model-len", "256", "--served-model-name", "
 TINY = [
     *("--dtype", "float32", "--max-model-len", "64", "--skip-tokenizer-init", "--served-model-name", "served"),
 ]
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as the demo writes it: 269 MB of bf16 in four files."""
-    folder = os.environ.get("SMOLLM2_FOLDER")
-    if not folder:
-        pytest.skip("SMOLLM2_FOLDER names no folder; `make test-vllm` makes one")
-    return Path(folder)
-
-
-@pytest.fixture(scope="module")
-def stored(seaweed: SeaweedServer, s3_client: Any, smollm2: Path) -> Iterator[str]:
-    """The model in a bucket of its own."""
-    s3_client.create_bucket(Bucket="vllm-models")
-    yield upload(s3_client, "vllm-models", smollm2, "smollm2")
 
 
 def text_from_disk(folder: Path) -> str:

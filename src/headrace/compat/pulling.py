@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 
@@ -17,10 +16,10 @@ from filelock import FileLock
 
 from headrace.checkpoint.keys import unsafe_reason
 from headrace.checkpoint.mirror import check_layout
-from headrace.compat.listing import S3Credentials, store_for
+from headrace.compat.listing import S3Credentials, folder_of, matches, store_for, walk
 from headrace.errors import CacheError, InvalidUri, ObjectNotFound
 from headrace.settings import Settings
-from headrace.storage import ObjectStore, StoredObject, Uri, parse_uri
+from headrace.storage import ObjectStore, StoredObject, Uri
 from headrace.units import MIB, format_bytes
 
 _PIECE_BYTES = 16 * MIB
@@ -45,7 +44,7 @@ def pull_files(
     settings = Settings.from_environment()
     uri = _remote(model_path)
     with contextlib.closing(store_for(uri, settings, s3_credentials)) as store:
-        chosen = [stored for stored in _walk(store) if _is_wanted(uri, stored, allow_pattern, ignore_pattern)]
+        chosen = [stored for stored in walk(store) if _is_wanted(uri, stored, allow_pattern, ignore_pattern)]
         _copy(store, chosen, Path(dst), settings)
 
 
@@ -95,7 +94,7 @@ class ObjectStorageModel:
             self._turn(),
             contextlib.closing(store_for(self._uri, self._settings, self._credentials)) as store,
         ):
-            there = _walk(store)
+            there = walk(store)
             record = self._recorded()
             wanted = [one for one in there if _is_wanted(self._uri, one, allow_pattern, ignore_pattern)]
             stale = [
@@ -138,32 +137,16 @@ class ObjectStorageModel:
 
 
 def _remote(model_path: str) -> Uri:
-    uri = parse_uri(model_path)
+    uri = folder_of(model_path)
     if uri.scheme == "file":
         raise InvalidUri(
             f"{model_path} is a local path.", "Files are pulled from object storage.", "Use the folder as it is."
         )
-    return Uri(uri.scheme, uri.bucket, uri.key, f"{uri.text}/")
-
-
-def _walk(store: ObjectStore) -> list[StoredObject]:
-    """Return every object below the root, in the order of keys."""
-    found: list[StoredObject] = []
-    folders = [""]
-    while folders:
-        listing = store.list_level(folders.pop())
-        found.extend(listing.objects)
-        folders.extend(listing.folders)
-    return sorted(found, key=lambda stored: stored.key)
+    return uri
 
 
 def _is_wanted(uri: Uri, stored: StoredObject, allow: Patterns, ignore: Patterns) -> bool:
-    spellings = (uri.child(stored.key).key, stored.key)
-
-    def matches(patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(spelling, pattern) for pattern in patterns for spelling in spellings)
-
-    return (allow is None or matches(allow)) and (ignore is None or not matches(ignore))
+    return matches(uri, stored, allow) and (ignore is None or not matches(uri, stored, ignore))
 
 
 def _copy(store: ObjectStore, objects: Sequence[StoredObject], folder: Path, settings: Settings) -> None:

@@ -7,14 +7,16 @@ as `headrace.open` checks them, and errors are Headrace's. Classes take ``settin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from headrace.checkpoint import Checkpoint
-from headrace.compat.listing import S3Credentials, list_safetensors
+from headrace.compat.listing import S3Credentials, list_files, list_safetensors
 from headrace.compat.pulling import ObjectStorageModel, pull_files
 from headrace.compat.rangefiles import FileChunks, TensorMetadata, describe_files, open_files, open_ranges
 from headrace.errors import InvalidSetting, StreamError
@@ -25,6 +27,7 @@ from headrace.streaming.room import Ownership
 __all__ = [
     "DistributedStreamer",
     "FileChunks",
+    "FileStreamer",
     "ObjectStorageModel",
     "S3Credentials",
     "SafetensorsStreamer",
@@ -34,6 +37,10 @@ __all__ = [
     "prepare_request",
     "pull_files",
 ]
+
+_LOG = logging.getLogger("headrace")
+
+_DISTRIBUTED = "RUNAI_STREAMER_DIST"
 
 Device = str | torch.device | None
 """Where tensors are wanted; None is the CPU."""
@@ -60,16 +67,22 @@ class _Streamer:
             self._stream.close()
 
     def _begin(
-        self, checkpoint: Checkpoint, device: Device, lockstep: Lockstep | None, *, options: StreamOptions
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        lockstep: Lockstep | None,
+        *,
+        options: StreamOptions,
+        settings: Settings,
     ) -> None:
         """Stream all of ``checkpoint`` from now on."""
         self._device = torch.device(device or "cpu")
         try:
             if lockstep is None:
-                self._stream = TensorStream(checkpoint, options=options, settings=self.settings, owns_checkpoint=True)
+                self._stream = TensorStream(checkpoint, options=options, settings=settings, owns_checkpoint=True)
             else:
                 self._stream = DistributedStream(
-                    checkpoint, options=options, settings=self.settings, owns_checkpoint=True, lockstep=lockstep
+                    checkpoint, options=options, settings=settings, owns_checkpoint=True, lockstep=lockstep
                 )
         except BaseException:
             checkpoint.close()
@@ -78,11 +91,14 @@ class _Streamer:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._stream is None:
             raise StreamError("Nothing was asked for.", mend="Call stream_files first.")
-        for name, tensor in self._stream:
+        stream, num_left = self._stream, len(self._stream.names_left)
+        for name, tensor in stream:
             if self._device.type != "cpu":
                 tensor = tensor.to(self._device)  # waits for the copy
             yield name, tensor
             del tensor  # else it would be held while the next is awaited
+        if num_left:
+            _LOG.info("Headrace: %s", "; ".join(f"{label} {value}" for label, value in stream.report.rows()))
 
 
 class SafetensorsStreamer(_Streamer):
@@ -127,8 +143,7 @@ class SafetensorsStreamer(_Streamer):
         """
         self._close()
         wanted = _checked_names(tensor_names)
-        link = find_link("auto") if is_distributed else None
-        lockstep = Lockstep(link) if link is not None else None
+        lockstep = _find_lockstep(is_distributed)
         options = _options(device, owned=owned)
 
         def prepare() -> Checkpoint:
@@ -136,11 +151,11 @@ class SafetensorsStreamer(_Streamer):
             self.files_to_tensors_metadata = dict(enumerate(described))
             return checkpoint
 
-        checkpoint = prepare() if lockstep is None else lockstep.do("opening the files", prepare, undo=Checkpoint.close)
+        checkpoint = _opened(prepare, lockstep)
         names = [one.name for described in self.files_to_tensors_metadata.values() for one in described]
         self._names = dict(zip(checkpoint.entries, names, strict=True))
         self.total_size = checkpoint.total_bytes
-        self._begin(checkpoint, device, lockstep, options=options)
+        self._begin(checkpoint, device, lockstep, options=options, settings=self.settings)
 
     def get_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(name, tensor)``, each once, with its stored dtype and shape, on the device that was asked for. A tensor may be kept."""
@@ -149,7 +164,39 @@ class SafetensorsStreamer(_Streamer):
             del tensor
 
 
-class DistributedStreamer(_Streamer):
+class _RangeStreamer(_Streamer):
+    """What both streamers of byte ranges have in common."""
+
+    def __init__(self, *, settings: Settings | None = None) -> None:
+        super().__init__(settings=settings)
+        self._places: dict[str, tuple[int, int]] = {}
+
+    def _ask(
+        self,
+        requests: Sequence[FileChunks],
+        credentials: S3Credentials | None,
+        device: Device,
+        lockstep: Lockstep | None,
+        *,
+        owned: bool,
+        settings: Settings,
+    ) -> None:
+        """Begin to stream ``requests``; what was asked for before is dropped."""
+        self._close()
+        options = _options(device, owned=owned, raw=True)
+        checkpoint = _opened(lambda: open_ranges(requests, settings, credentials), lockstep)
+        places = [(one.id, index) for one in requests for index in range(len(one.sizes))]
+        self._places = dict(zip(checkpoint.entries, places, strict=True))
+        self._begin(checkpoint, device, lockstep, options=options, settings=settings)
+
+    def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield ``(id of the file's request, index of the range, bytes)``; the bytes are ``[1, size] uint8`` and may be kept."""
+        for entry_name, tensor in self._tensors():
+            yield (*self._places[entry_name], tensor.view(1, -1))
+            del tensor
+
+
+class DistributedStreamer(_RangeStreamer):
     """Streams byte ranges of any files: ``with DistributedStreamer() as streamer``, then `stream_files`, then `get_chunks`."""
 
     def stream_files(
@@ -162,24 +209,42 @@ class DistributedStreamer(_Streamer):
         discover_ranks: bool | None = None,
     ) -> None:
         """Ask for ranges of files of one store. ``is_distributed`` and ``owned`` are as in `SafetensorsStreamer.stream_files`; ``discover_ranks`` changes nothing."""
-        self._close()
-        link = find_link("auto") if is_distributed else None
-        lockstep = Lockstep(link) if link is not None else None
-        options = _options(device, owned=owned, raw=True)
+        self._ask(
+            file_stream_requests,
+            credentials,
+            device,
+            _find_lockstep(is_distributed),
+            owned=owned,
+            settings=self.settings,
+        )
 
-        def prepare() -> Checkpoint:
-            return open_ranges(file_stream_requests, self.settings, credentials)
 
-        checkpoint = prepare() if lockstep is None else lockstep.do("opening the files", prepare, undo=Checkpoint.close)
-        places = [(one.id, index) for one in file_stream_requests for index in range(len(one.sizes))]
-        self._places = dict(zip(checkpoint.entries, places, strict=True))
-        self._begin(checkpoint, device, lockstep, options=options)
+class FileStreamer(_RangeStreamer):
+    """Streams byte ranges of any files to one process, and lists files: ``with FileStreamer() as streamer``, then `stream_files`, then `get_chunks`."""
 
-    def get_chunks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield ``(id of the file's request, index of the range, bytes)``; the bytes are ``[1, size] uint8`` and may be kept."""
-        for entry_name, tensor in self._tensors():
-            yield (*self._places[entry_name], tensor.view(1, -1))
-            del tensor
+    def stream_files(
+        self,
+        file_stream_requests: Sequence[FileChunks],
+        credentials: S3Credentials | None = None,
+        device: Device = "cpu",
+        memory_limit: int | None = None,
+        owned: bool = True,
+    ) -> None:
+        """Ask for ranges of files of one store. ``memory_limit`` is in bytes: -1 is unlimited, 0 the smallest that works; None is what the settings say."""
+        limited = self.settings
+        if memory_limit is not None:
+            limited = self.settings.changed("memory_limit", memory_limit_bytes=memory_limit)
+        self._ask(file_stream_requests, credentials, device, None, owned=owned, settings=limited)
+
+    def list_files(
+        self,
+        prefix: str,
+        is_recursive: bool = True,
+        allow_patterns: Sequence[str] | None = None,
+        ignore_patterns: Sequence[str] | None = None,
+    ) -> list[tuple[str, int]]:
+        """Return path and size in bytes of files in the folder ``prefix``; see `headrace.compat.listing.list_files`."""
+        return list_files(prefix, is_recursive, allow_patterns, ignore_patterns)
 
 
 def prepare_request(
@@ -198,6 +263,20 @@ def create_torch_tensor(buffer: torch.Tensor, tensor_metadata: TensorMetadata) -
     if not tensor_metadata.get_bytesize():
         return torch.empty(shape, dtype=dtype, device=buffer.device)
     return buffer.reshape(-1).view(dtype).view(shape)
+
+
+def _find_lockstep(is_distributed: bool) -> Lockstep | None:
+    """Return what the ranks of the initialised group load in step with, where that is wanted and there is more than one; ``RUNAI_STREAMER_DIST=0`` is that library's way to say no."""
+    is_group = is_distributed and torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_group or os.environ.get(_DISTRIBUTED) == "0":
+        return None
+    link = find_link(True)
+    return Lockstep(link) if link is not None else None
+
+
+def _opened(prepare: Callable[[], Checkpoint], lockstep: Lockstep | None) -> Checkpoint:
+    """Return what ``prepare`` opens, on all ranks or on none."""
+    return prepare() if lockstep is None else lockstep.do("opening the files", prepare, undo=Checkpoint.close)
 
 
 def _options(device: Device, *, owned: bool, raw: bool = False) -> StreamOptions:

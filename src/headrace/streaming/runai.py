@@ -62,11 +62,12 @@ class RunaiLibrary:
 
 
 def import_library(*, needs_s3: bool) -> RunaiLibrary:
-    """Return the installed library. Raises `MissingDependency` where it is absent or does not import, with the reason."""
+    """Return the installed library. Raises `MissingDependency` where it is absent or does not import, with the reason, and `InvalidSetting` where Headrace itself stands in for it."""
     try:
         from runai_model_streamer import SafetensorsStreamer
         from runai_model_streamer.s3_utils.s3_utils import S3Credentials
 
+        _check_whose(SafetensorsStreamer)
         if needs_s3:
             # Without it the library drops the keys that it is given, and every read fails.
             import runai_model_streamer_s3.credentials.credentials  # noqa: F401
@@ -77,6 +78,15 @@ def import_library(*, needs_s3: bool) -> RunaiLibrary:
             'Install it with: pip install "headrace[runai]", or use load_format headrace, which needs no other library.',
         ) from error
     return RunaiLibrary(new_streamer=SafetensorsStreamer, new_credentials=S3Credentials, version=_installed_version())
+
+
+def _check_whose(streamer: type) -> None:
+    if streamer.__module__.startswith("headrace."):
+        raise InvalidSetting(
+            "Run:ai Model Streamer cannot move the bytes here.",
+            "HEADRACE_AS_RUNAI is set: Headrace stands in for that library in this process.",
+            "Unset HEADRACE_AS_RUNAI, or use load_format headrace.",
+        )
 
 
 class RunaiStream(HandOutStream):

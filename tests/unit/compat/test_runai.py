@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from headrace.compat import runai
+from headrace.compat.listing import is_azure_path, is_gs_path, is_s3_path
 from headrace.compat.runai import (
     DistributedStreamer,
     FileChunks,
+    FileStreamer,
     ObjectStorageModel,
     S3Credentials,
     SafetensorsStreamer,
@@ -248,6 +250,57 @@ def test_ranges_of_any_file(folder: Path) -> None:
     }
     assert all(chunk.shape[0] == 1 and chunk.dtype == torch.uint8 for chunk in got.values())
     assert (asked[0].total_size(), asked[0].max_chunk_size()) == (55, 50)
+
+
+def test_a_call_may_have_a_memory_limit_of_its_own(folder: Path) -> None:
+    size = 64 << 10
+    (folder / "bytes").write_bytes(b"".join(bytes([place]) * size for place in range(64)))
+    asked = [FileChunks.contiguous(1, str(folder / "bytes"), 0, [size] * 64)]
+    peaks = []
+    with FileStreamer(settings=Settings(memory_limit_bytes=16 * size, progress=False)) as streamer:
+        for limit in (4 * size, None):
+            streamer.stream_files(asked, None, None, limit, False)
+            assert [int(chunk[0, -1]) for *_, chunk in streamer.get_chunks()] == list(range(64))
+            assert streamer._stream is not None
+            peaks.append(streamer._stream.report.peak_staging_bytes)
+    assert peaks[0] <= 4 * size < peaks[1] <= 16 * size
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["config.json", "model-1.safetensors", "model-2.safetensors", "sub/a.json"]),
+        ({"is_recursive": False}, ["config.json", "model-1.safetensors", "model-2.safetensors"]),
+        ({"allow_patterns": ["*.json"]}, ["config.json", "sub/a.json"]),
+        ({"allow_patterns": ["a.json", "sub/*"]}, []),
+        ({"allow_patterns": [], "ignore_patterns": ["*/model-?.*"]}, ["config.json", "sub/a.json"]),
+    ],
+)
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_files_are_listed_with_their_sizes(
+    folder: Path, slash: str, options: dict[str, Any], expected: list[str]
+) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "a.json").write_text("[]")
+    found = FileStreamer().list_files(f"{folder}{slash}", **options)
+    assert found == [(str(folder / name), (folder / name).stat().st_size) for name in expected]
+
+
+def test_a_load_is_one_line_of_the_log(paths: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with SafetensorsStreamer() as streamer, caplog.at_level("INFO", "headrace"):
+        streamer.stream_files(paths)
+        assert len(list(streamer.get_tensors())) == 6
+        assert list(streamer.get_tensors()) == []
+    (said,) = [one.getMessage() for one in caplog.records if one.getMessage().startswith("Headrace: ")]
+    assert "tensors 6 handed out" in said
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("s3://b/k", "s3"), ("GS://b", "gs"), ("az://c/k", "azure"), ("/a", ""), ("https://h/x", "")]
+)
+def test_paths_tell_their_cloud(path: str, kind: str) -> None:
+    found = {"s3": is_s3_path(path), "gs": is_gs_path(path), "azure": is_azure_path(path)}
+    assert [name for name, is_one in found.items() if is_one] == [kind] * bool(kind)
 
 
 def test_requests_are_prepared_and_read(paths: list[str]) -> None:
