@@ -1,6 +1,7 @@
 """nginx on loopback that answers as S3 does for one bucket of files: lists, heads and ranges with ETags and If-Match, plain or over TLS; signatures are not checked.
 
-It serves files with sendfile and costs little, so that client and server can share a machine without the server being what is measured. For benchmarks only.
+It serves files with sendfile and costs little, so that client and server can share a machine without the server being what is measured. A `Link` gives each connection
+a most of bytes per second and each request a delay, as a store far away has; handshakes are not delayed, nor does the window of a connection grow slowly. For benchmarks only.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import socket
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from xml.sax.saxutils import escape
+
+from delay_server import DelayServer
 
 _CONFIGURATION = """\
 daemon off;
@@ -38,9 +43,11 @@ http {{
     uwsgi_temp_path {folder}/tmp;
     scgi_temp_path {folder}/tmp;
     map $args $list {{ default ""; ~list-type=2 /listing.xml; }}
+    upstream delay {{ server unix:{folder}/delay; keepalive 256; }}
     server {{
         listen 127.0.0.1:{port}{ssl};
         {certificate}
+        {link}
         if ($list) {{ rewrite ^ $list last; }}
         location = /listing.xml {{ internal; types {{ }} default_type application/xml; root {folder}; }}
         location /{bucket}/ {{ alias {files}/; }}
@@ -50,7 +57,22 @@ http {{
 _CERTIFICATE = """\
 ssl_certificate {folder}/server.pem;
         ssl_certificate_key {folder}/server.key;
+        ssl_protocols TLSv1.2 TLSv1.3;
         ssl_session_cache shared:tls:1m;"""
+# What is sent at a time is followed by a pause as long as it should have taken: over TLS nginx would otherwise send less than a millisecond's worth, and never pause.
+_LINK = """\
+limit_rate {bytes_per_s};
+        output_buffers 1 1m;
+        auth_request /delay;
+        location = /delay {{ internal; auth_request off; proxy_pass http://delay; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_pass_request_body off; proxy_set_header Content-Length ""; }}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What each connection gets: at most so many bytes per second, and the first byte of each answer so late."""
+
+    bytes_per_s: int = 100_000_000
+    delay_s: float = 0.02
 
 
 class NginxServer:
@@ -59,7 +81,18 @@ class NginxServer:
     With ``tls`` the certificate is made here, by openssl, and ``ca_file`` is to be trusted by clients. Raises `RuntimeError` where nginx is not installed or does not start.
     """
 
-    def __init__(self, folder: Path, *, bucket: str, prefix: str, tls: bool = False, workers: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        bucket: str,
+        prefix: str,
+        tls: bool = False,
+        workers: int = 2,
+        link: Link | None = None,
+    ) -> None:
+        self._link = link
+        self._ends = ExitStack()
         self._files = folder.resolve()
         self._bucket, self._prefix, self._tls, self._workers = bucket, prefix, tls, workers
         self.port = _free_port()
@@ -85,10 +118,13 @@ class NginxServer:
             port=self.port,
             ssl=" ssl" if self._tls else "",
             certificate=_CERTIFICATE.format(folder=self._folder) if self._tls else "",
+            link="" if self._link is None else _LINK.format(bytes_per_s=self._link.bytes_per_s),
             bucket=self._bucket,
             files=root,
         )
         (self._folder / "nginx.conf").write_text(text)
+        if self._link is not None:
+            self._ends.enter_context(DelayServer(self._folder / "delay", self._link.delay_s))
         command = [program, "-p", str(self._folder), "-c", str(self._folder / "nginx.conf")]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
         deadline = time.monotonic() + 10
@@ -100,6 +136,7 @@ class NginxServer:
                 break
             time.sleep(0.05)
         self._process.terminate()
+        self._ends.close()
         raise RuntimeError(f"nginx did not start: {self._process.communicate()[1].decode()}")
 
     def __exit__(
@@ -107,12 +144,13 @@ class NginxServer:
     ) -> None:
         self._process.terminate()
         self._process.wait(10)
+        self._ends.close()
         shutil.rmtree(self._folder)
 
     @property
     def ca_file(self) -> Path:
-        """The certificate to trust."""
-        return self._folder / "server.pem"
+        """The certificate of the CA, to be trusted."""
+        return self._folder / "ca.pem"
 
     def environment(self) -> dict[str, str]:
         """Return the variables that point clients here; any key will do."""
@@ -153,10 +191,20 @@ class NginxServer:
         )
 
     def _make_certificate(self) -> None:
-        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-        names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-        files = ["-keyout", str(self._folder / "server.key"), "-out", str(self._folder / "server.pem")]
-        subprocess.run([*command, *names, *files], check=True, capture_output=True)
+        """Make a CA, and a certificate that it signs: some clients refuse a server whose certificate is its own CA."""
+        new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        names = [
+            "-addext",
+            "subjectAltName=IP:127.0.0.1,DNS:localhost",
+            "-addext",
+            "basicConstraints=critical,CA:FALSE",
+        ]
+        signer = ["-CA", "ca.pem", "-CAkey", "ca.key"]
+        for command in (
+            [*new, "-subj", "/CN=benchmark CA", "-keyout", "ca.key", "-out", "ca.pem"],
+            [*new, "-subj", "/CN=127.0.0.1", *names, *signer, "-keyout", "server.key", "-out", "server.pem"],
+        ):
+            subprocess.run(command, check=True, capture_output=True, cwd=self._folder)
 
 
 def find_nginx() -> str | None:

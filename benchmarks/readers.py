@@ -1,11 +1,14 @@
-"""Threads beside reader processes, and Run:ai beside both, over TLS and plain, by the number of connections.
+"""Threads beside reader processes, and awscrt, obstore and Run:ai beside both: over TLS and plain, by the number of connections, and over connections that are slow and far.
 
-    python benchmarks/readers.py                                  # TLS and plain, 4 to 128 connections, three rounds: about 20 minutes
-    python benchmarks/readers.py --only tls --connections 4 64 --gigabytes 2
+    python benchmarks/readers.py                                  # everything, again and again until eleven minutes are over
+    python benchmarks/readers.py --minutes 30                     # more rounds
+    python benchmarks/readers.py --cases tls tls-slow --connections 8 --subjects threads awscrt
 
-Needs nginx, which serves the files as S3 does from the same cores; what it takes is printed beside. Each measurement is a fresh process that imports what it needs, notes
-its CPU time, loads, keeps all tensors, and notes the time again, that of its reader processes included; then a sum over every tensor is compared with the file's.
-CPU seconds are what can be compared on a machine that others use, too.
+Needs nginx, which serves the files as S3 does from the same cores; what it takes is printed beside. The slow cases give each connection 100 MB/s and each request a first byte that is 20 ms late
+(`nginx_server.Link`). Each measurement is a fresh process that imports what it needs, notes its CPU time, loads, keeps all it loaded, and notes the time again, that of its reader processes
+included; then a sum over every tensor is compared with the file's. CPU seconds are what can be compared on a machine that others use, too. Peers: see `benchmarks/fetching.py`.
+
+Memory is the most that the process and its children had at one time beyond what it had after the imports, files in memory included: 1.0 times the bytes is the least that is possible.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import resource
@@ -21,59 +25,56 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nginx_server import NginxServer
+from fetching import SUBJECTS
+from interpreter import bytes_per_s as interpreter_bytes_per_s
+from memory_watch import MemoryWatch, shared_bytes
+from nginx_server import Link, NginxServer
 from stream import BUCKET, PREFIX, checksum, make_checkpoint, versions
 
-SUBJECTS = {
-    "threads": "Headrace, threads",
-    "processes-1": "Headrace, 1 reader process",
-    "processes-2": "Headrace, 2 reader processes",
-    "processes-4": "Headrace, 4 reader processes",
-    "auto": "Headrace as it chooses",
-    "runai": "Run:ai Model Streamer",
+DEFAULT_SUBJECTS = ("threads", "processes-2", "processes-4", "awscrt", "obstore", "runai")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One server to load from, and over how many connections by default."""
+
+    label: str
+    tls: bool
+    link: Link | None
+    connections: tuple[int, ...]
+
+
+CASES = {
+    "tls": Case("TLS", True, None, (4, 8, 32, 128)),
+    "tls-slow": Case("TLS, slow and far", True, Link(), (4, 16, 64, 128)),
+    "plain": Case("plain", False, None, (8, 64)),
+    "plain-slow": Case("plain, slow and far", False, Link(), (8, 64)),
 }
-URI = f"s3://{BUCKET}/{PREFIX}"
-
-
-def _headrace(readers: int | str) -> Callable[[], dict[str, Any]]:
-    import headrace
-    import headrace.storage.s3
-
-    settings = headrace.Settings.from_environment(progress=False, readers=readers)
-    load_state_dict = headrace.load_state_dict
-    return lambda: load_state_dict(URI, settings=settings)
-
-
-def _runai() -> Callable[[], dict[str, Any]]:
-    import torch  # noqa: F401
-    from runai_model_streamer import SafetensorsStreamer, list_safetensors
-
-    def load() -> dict[str, Any]:
-        with SafetensorsStreamer() as streamer:
-            streamer.stream_files(sorted(list_safetensors(URI)))
-            return dict(streamer.get_tensors())
-
-    return load
+Cell = tuple[str, int, str]
+"""A case, a number of connections, a subject."""
 
 
 def measure(subject: str) -> dict[str, Any]:
     """Run one subject in this process and return its figures."""
-    if subject == "runai":
-        load = _runai()
-    else:
-        load = _headrace({"threads": 0, "auto": "auto"}.get(subject) if "-" not in subject else int(subject[-1:]))
-    before, start = _cpu_s(), time.perf_counter()
-    tensors = load()
-    seconds, cpu_s = time.perf_counter() - start, _cpu_s() - before
+    load, to_tensors = SUBJECTS[subject][1]()
+    with MemoryWatch() as memory:
+        before, start = _cpu_s(), time.perf_counter()
+        loaded = load()
+        seconds, cpu_s = time.perf_counter() - start, _cpu_s() - before
+    tensors = to_tensors(loaded)
     return {
         "seconds": seconds,
         "cpu_s": cpu_s,
         "bytes": sum(tensor.nbytes for tensor in tensors.values()),
         "sum": checksum(tensors),
+        "memory_bytes": memory.peak_bytes - memory.before_bytes + shared_bytes(),
     }
 
 
@@ -83,36 +84,47 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def run(options: argparse.Namespace, *, tls: bool, expected_sum: int) -> list[str]:
-    """Measure all subjects against one server, in turn, and return a Markdown table."""
-    lines = [
-        f"| {'TLS' if tls else 'plain'}, connections | subject | seconds | GB/s | CPU s/GB | server CPU s/GB |",
-        "|---|---|---|---|---|---|",
+def run(options: argparse.Namespace, expected_sum: int) -> dict[Cell, list[dict[str, Any]]]:
+    """Measure every cell in turn, and again while the time is not over. Return those that were reached."""
+    end = time.monotonic() + 60 * options.minutes
+    cells = [
+        (case, connections, subject)
+        for case in options.cases
+        for connections in options.connections or CASES[case].connections
+        for subject in options.subjects
     ]
-    with NginxServer(options.folder / "checkpoint", bucket=BUCKET, prefix=PREFIX, tls=tls) as server:
-        for connections in options.connections:
-            figures: dict[str, list[dict[str, Any]]] = {subject: [] for subject in options.subjects}
-            for _ in range(options.rounds):
-                for subject, found in figures.items():
-                    found.append(_run_one(subject, connections, server))
-                    if found[-1]["sum"] != expected_sum:
-                        raise SystemExit(f"{subject} loaded other bytes than the files hold")
-            for subject, found in figures.items():
-                middle = {key: statistics.median(one[key] for one in found) for key in found[0]}
-                gigabytes = middle["bytes"] / 1e9
-                least, most = min(one["seconds"] for one in found), max(one["seconds"] for one in found)
-                lines.append(
-                    f"| {connections} | {SUBJECTS[subject]} | {middle['seconds']:.2f} ({least:.2f}–{most:.2f}) | {gigabytes / middle['seconds']:.2f} "
-                    f"| {middle['cpu_s'] / gigabytes:.2f} | {middle['server_s'] / gigabytes:.2f} |"
-                )
-                print(lines[-1], file=sys.stderr, flush=True)
-    return lines
+    figures: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
+    with ExitStack() as stack:
+        servers = {}
+        for case in options.cases:
+            server = NginxServer(
+                options.folder / "checkpoint",
+                bucket=BUCKET,
+                prefix=PREFIX,
+                tls=CASES[case].tls,
+                link=CASES[case].link,
+            )
+            servers[case] = stack.enter_context(server)
+        for _ in range(options.rounds):
+            for cell in cells:
+                case, connections, subject = cell
+                if time.monotonic() > end:
+                    missing = sum(not found for found in figures.values())
+                    print(f"The time is over; {missing} of {len(cells)} were not reached.", file=sys.stderr)
+                    return {cell: found for cell, found in figures.items() if found}
+                found = _run_one(subject, connections, servers[case])
+                if found["sum"] != expected_sum:
+                    raise SystemExit(f"{subject} loaded other bytes than the files hold")
+                figures[cell].append(found)
+                print(_row(cell, [found]), file=sys.stderr, flush=True)
+    return figures
 
 
 def _run_one(subject: str, connections: int, server: NginxServer) -> dict[str, Any]:
     environment = {
         **os.environ,
         **server.environment(),
+        "BENCH_CONNECTIONS": str(connections),
         "HEADRACE_CONNECTIONS": str(connections),
         "RUNAI_STREAMER_CONCURRENCY": str(connections),
         "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
@@ -125,13 +137,84 @@ def _run_one(subject: str, connections: int, server: NginxServer) -> dict[str, A
     return {**json.loads(done.stdout.splitlines()[-1]), "server_s": server.cpu_s() - before}
 
 
+def tables(figures: dict[Cell, list[dict[str, Any]]]) -> list[str]:
+    """Return a Markdown table for each case."""
+    lines: list[str] = []
+    for case in dict.fromkeys(cell[0] for cell in figures):
+        lines += [
+            f"| {CASES[case].label}, connections | subject | rounds | seconds | GB/s | CPU s/GB | server CPU s/GB | memory, × the bytes |",
+            "|---|---|---|---|---|---|---|---|",
+            *(_row(cell, found) for cell, found in figures.items() if cell[0] == case),
+            "",
+        ]
+    return lines
+
+
+def _row(cell: Cell, found: Sequence[dict[str, Any]]) -> str:
+    _, connections, subject = cell
+    gigabytes = found[0]["bytes"] / 1e9
+    seconds = _median(found, "seconds")
+    least, most = min(one["seconds"] for one in found), max(one["seconds"] for one in found)
+    spread = f" ({least:.2f}–{most:.2f})" if len(found) > 1 else ""
+    return (
+        f"| {connections} | {SUBJECTS[subject][0]} | {len(found)} | {seconds:.2f}{spread} | {gigabytes / seconds:.2f} "
+        f"| {_median(found, 'cpu_s') / gigabytes:.2f} | {_median(found, 'server_s') / gigabytes:.2f} "
+        f"| {_median(found, 'memory_bytes') / found[0]['bytes']:.2f} |"
+    )
+
+
+def _peers() -> str:
+    return ", ".join(f"{package} {version(package)}" for package in ("awscrt", "obstore"))
+
+
+def _median(found: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(one[key] for one in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine that was not measured on, for an extrapolation. Rates in GB/s."""
+
+    num_cores: int = 32
+    link: float = 12.5
+
+
+def extrapolation(figures: dict[Cell, list[dict[str, Any]]], machine: Machine) -> list[str]:
+    """Return what the CPU seconds over TLS and the interpreter's loop come to on ``machine``: the least of its link, of its cores and, for one interpreter, of that. Lines of Markdown."""
+    cells = [cell for cell in figures if cell[0] == "tls" and cell[2].startswith(("threads", "processes"))]
+    if not cells:
+        return []
+    lines = [
+        f"On {machine.num_cores} such cores and a link of {8 * machine.link:g} Gbit/s ({machine.link:g} GB/s), computed from the rows for TLS above: CPU seconds per GB as they are there, every core as quick "
+        "as these and free, memory no limit, the server none either. What one interpreter hands on at most is measured on these cores without a network or decryption (`benchmarks/interpreter.py`).",
+        "",
+        "| TLS, connections | subject | cores for the whole link | GB/s that the cores allow | GB/s that interpreters hand on at most | GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for cell in cells:
+        _, connections, subject = cell
+        num_processes = 0 if subject == "threads" else int(subject.rpartition("-")[2])
+        found = figures[cell]
+        cpu_s = _median(found, "cpu_s") / (found[0]["bytes"] / 1e9)
+        by_cores = machine.num_cores / cpu_s
+        threads_each = math.ceil(connections / max(num_processes, 1))
+        each = statistics.median(interpreter_bytes_per_s(threads_each) for _ in range(3))
+        by_interpreters = max(num_processes, 1) * each / 1e9
+        most = min(machine.link, by_cores, by_interpreters)
+        lines.append(
+            f"| {connections} | {SUBJECTS[subject][0]} | {machine.link * cpu_s:.0f} | {by_cores:.1f} | {by_interpreters:.1f} | {most:.1f} |"
+        )
+    return [*lines, ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=11.0, help="Begin no further measurement after so long.")
+    parser.add_argument("--rounds", type=int, default=5, help="At most so many of each.")
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--connections", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128])
-    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=[s for s in SUBJECTS if s != "auto"])
-    parser.add_argument("--only", choices=["tls", "plain"])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--connections", type=int, nargs="+")
+    parser.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(DEFAULT_SUBJECTS))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "headrace-bench-readers")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--machine", default=f"{os.cpu_count()}-cores")
@@ -148,18 +231,19 @@ def main() -> None:
         expected.update(load_file(path))
     expected_sum = checksum(expected)
     expected.clear()
+    figures = run(options, expected_sum)
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     lines = [
-        f"# Reader processes, {options.gigabytes:g} GB, {date}",
+        f"# Fetching {options.gigabytes:g} GB: threads, reader processes, peers, {date}",
         "",
-        f"Command: `python benchmarks/readers.py {' '.join(sys.argv[1:])}`. {options.rounds} rounds, alternating; medians (least–most).",
-        f"Machine: {os.cpu_count()} cores, {platform.machine()}, {platform.system()} {platform.release()}, client and server on the same cores. {versions()}.",
+        f"Command: `python benchmarks/readers.py {' '.join(sys.argv[1:])}`. Rounds alternate; medians (least–most).",
+        f"Machine: {os.cpu_count()} cores, {platform.machine()}, {platform.system()} {platform.release()}, client and server on the same cores. {versions()}, {_peers()}.",
         "",
+        *tables(figures),
+        *extrapolation(figures, Machine()),
     ]
-    for scheme in [options.only] if options.only else ["tls", "plain"]:
-        lines += [*run(options, tls=scheme == "tls", expected_sum=expected_sum), ""]
     options.results.mkdir(exist_ok=True)
-    (options.results / f"readers_{options.machine}_{date}.md").write_text("\n".join(lines))
+    (options.results / f"fetching_{options.machine}_{date}.md").write_text("\n".join(lines))
     print("\n".join(lines))
 
 

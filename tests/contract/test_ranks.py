@@ -29,7 +29,7 @@ from headrace.compat.sglang import runai_safetensors_weights_iterator
 from headrace.errors import CheckpointError, ObjectNotFound, PlacementError, RankFailed, StreamError
 from headrace.settings import Settings
 from headrace.storage import StoredObject
-from headrace.streaming import DistributedStream, Lockstep
+from headrace.streaming import DistributedStream, Lockstep, Scope, agreement
 from headrace.streaming.processgroup import GroupLink
 from headrace.streaming.ranks import Exchange
 from headrace.transport.file import FileReader
@@ -115,6 +115,21 @@ def load_together(
         assert stream.exchange == ("shared" if exchange == "auto" else exchange)
         found = {name: digest(tensor) for name, tensor in stream}
         return found, stream.report.bytes_read, stream.bytes_read_by_rank
+
+
+def load_on_several_machines(
+    rank: int, machine: str, place: Place, scope: Scope
+) -> tuple[Digests, str, int, tuple[int, ...], list[int]]:
+    """Load as if this rank were on ``machine``."""
+    with (
+        patch.object(agreement, "_host", lambda: machine),
+        opened(place) as checkpoint,
+        headrace.stream(checkpoint, distributed=True, scope=scope, settings=settings_of()) as stream,
+    ):
+        assert isinstance(stream, DistributedStream)
+        found = {name: digest(tensor) for name, tensor in stream}
+        received = [row.bytes_received for row in stream.report.ranks]
+        return found, stream.exchange, stream.report.bytes_read, stream.bytes_read_by_rank, received
 
 
 def load_in_subgroup(rank: int, place: Place, members: list[int]) -> Digests | None:
@@ -328,6 +343,42 @@ def test_every_rank_gets_all_tensors_and_each_byte_is_read_once(
         assert list(found) == list(outcomes[0].value[0])
         assert bytes_read == sum(by_rank) == total
         assert min(by_rank) > total // 6
+    assert_group_is_in_step(ranks, outcomes)
+
+
+@pytest.mark.parametrize("machines", ["aab", "aba", "abc"])
+@pytest.mark.parametrize("scope", ["node", "group"])
+def test_each_machine_reads_every_byte_once_or_the_group_does(
+    ranks: RankProcesses, server: FaultServer, payload: bytes, wanted: Digests, machines: str, scope: Scope
+) -> None:
+    outcomes = ranks.run(
+        load_on_several_machines, place_of(server), scope, per_rank=[(machine,) for machine in machines]
+    )
+    assert [outcome.error for outcome in outcomes] == [None] * NUM_RANKS
+    total = sum(tensor.numel() * tensor.element_size() for tensor in make_tensors().values())
+    sharers = {rank: [other for other, one in enumerate(machines) if one == machines[rank]] for rank in range(3)}
+    if scope == "group":
+        sharers = {rank: [0, 1, 2] for rank in range(3)}
+    for rank, outcome in enumerate(outcomes):
+        found, exchange, bytes_read, by_rank, received = outcome.value
+        assert found == wanted
+        assert exchange == ("shared" if scope == "node" else "broadcast")
+        assert bytes_read == sum(by_rank) == total * (len(set(machines)) if scope == "node" else 1)
+        assert sum(by_rank[other] for other in sharers[rank]) == total
+        assert received == [total - by_rank[other] for other in range(NUM_RANKS)]
+    sent = sum(stop - start for start, stop in body_ranges(server, payload))
+    assert sent == total * (len(set(machines)) if scope == "node" else 1)
+    assert_group_is_in_step(ranks, outcomes)
+
+
+def test_a_failure_on_one_machine_reaches_the_others(
+    ranks: RankProcesses, server: FaultServer, bad_server: FaultServer
+) -> None:
+    bad_server.script(KEY, Script())
+    bad_server.always(KEY, refuse(403))
+    places = [("a", place_of(server)), ("a", place_of(server)), ("b", place_of(bad_server))]
+    outcomes = ranks.run(load_on_several_machines, "node", per_rank=places)
+    assert_all_raise(outcomes, failed=2, text="403", own=lambda error: "403" in str(error))
     assert_group_is_in_step(ranks, outcomes)
 
 

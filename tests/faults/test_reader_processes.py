@@ -58,7 +58,13 @@ class Load:
     """Reads of ``PAYLOAD`` into shared memory through a pool of reader processes, and what became of each."""
 
     def __init__(
-        self, store: StubStore, settings: TransportSettings = QUICK, *, num_processes: int = 2, waits: bool = True
+        self,
+        store: StubStore,
+        settings: TransportSettings = QUICK,
+        *,
+        num_processes: int = 2,
+        waits: bool = True,
+        on_demand: bool = False,
     ) -> None:
         self.store = store
         self.files = SharedFiles()
@@ -66,12 +72,18 @@ class Load:
         self.array = self.memory.allocate(len(PAYLOAD))
         self.ended: dict[int, BaseException | None] = {}
         self.changed = threading.Condition()
-        pool = open_pool(store, settings, num_processes=num_processes, places=self.files)
+        pool = open_pool(
+            store,
+            settings,
+            num_processes=num_processes,
+            places=self.files,
+            on_demand_for_bytes=len(PAYLOAD) if on_demand else None,
+        )
         assert isinstance(pool, ProcessPool)
         self.pool = pool
         self.processes = list(pool.pids)
-        assert len(self.processes) == num_processes
-        if waits:  # Otherwise a few reads are carried out by this process, while the others start.
+        assert len(self.processes) == pool.num_readers == (0 if on_demand else num_processes)
+        if waits and not on_demand:  # Otherwise a few reads are carried out by this process, while the others start.
             fleet = pool._fleet
             until(lambda: all(process.is_ready() for process in fleet._processes))
             fleet._num_reads_left_here = 0
@@ -155,6 +167,37 @@ def test_reads_are_carried_out_here_while_the_processes_start(server: FaultServe
     with Load(store_of(server, certificates), waits=False) as load:
         load.submit_all()
         load.wait_for_all()
+        assert load.pool.counters.bytes_received == len(PAYLOAD)
+
+
+def test_processes_on_demand_are_not_started_for_threads_that_are_not_busy(
+    server: FaultServer, certificates: Path
+) -> None:
+    with Load(store_of(server, certificates), on_demand=True) as load:
+        load.submit_all()
+        load.wait_for_all()
+        assert (load.pool.pids, load.pool.num_readers, load.pool.why_started) == ([], 0, "")
+
+
+def test_processes_on_demand_take_over_from_threads_that_are_busy(
+    server: FaultServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("BUSY_PROCESSORS", 0.0), ("LEAST_LEFT_BYTES", 0), ("LOOK_EVERY_S", 1e-9)):
+        monkeypatch.setattr(f"headrace.transport.busyness.{name}", value)
+    with Load(store_of(server, certificates), on_demand=True) as load:
+        for start in range(0, 1_000_000, 100_000):
+            load.submit(start, start + 100_000)
+        load.wait(10)
+        load.processes = list(load.pool.pids)
+        assert len(load.processes) == load.pool.num_readers == 2
+        assert load.pool.why_started.startswith("auto: TLS, and threads filled ")
+        fleet = load.pool._fleet
+        until(lambda: all(process.is_ready() for process in fleet._processes))
+        for start in range(1_000_000, len(PAYLOAD), 100_000):
+            load.submit(start, start + 100_000)
+        load.wait_for_all()
+        received = [process.status.read(slot).bytes_received for process in fleet._processes for slot in range(8)]
+        assert sum(received) == len(PAYLOAD) - 1_000_000
         assert load.pool.counters.bytes_received == len(PAYLOAD)
 
 
@@ -450,4 +493,30 @@ def test_by_itself_a_load_has_no_processes(server: FaultServer, certificates: Pa
         assert not isinstance(stream._pool, ProcessPool)
         assert_equal(dict(stream), TENSORS)
         assert stream.report.num_readers == 0
-        assert ("readers", "threads (auto, TLS)") in stream.report.rows()
+        who = dict(stream.report.rows())["readers"]
+        assert who.startswith("threads (auto: TLS, ")
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_by_itself_a_large_load_on_a_large_machine_has_processes_once_its_threads_are_busy(
+    server: FaultServer, certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    monkeypatch.setattr(sys.modules[TensorStream.__module__], "usable_processors", lambda: 32)
+    monkeypatch.setattr("headrace.transport.choice.LEAST_BYTES", 1_000_000)
+    if is_busy:
+        for name, value in (("BUSY_PROCESSORS", 0.0), ("LEAST_LEFT_BYTES", 0), ("LOOK_EVERY_S", 1e-9)):
+            monkeypatch.setattr(f"headrace.transport.busyness.{name}", value)
+    settings = _settings(certificates, tmp_path)
+    with _open(server, settings) as checkpoint, TensorStream(checkpoint, settings=settings) as stream:
+        pool = stream._pool
+        assert isinstance(pool, ProcessPool)
+        assert pool.pids == []
+        assert_equal(dict(stream), TENSORS)
+        assert pool.pids == []
+        who = dict(stream.report.rows())["readers"]
+        if is_busy:
+            assert stream.report.num_readers == 2
+            assert who.startswith("2 processes (auto: TLS, and threads filled ")
+        else:
+            assert stream.report.num_readers == 0
+            assert who == "threads (auto: TLS, 32 processors; 2 processes once reading fills two)"

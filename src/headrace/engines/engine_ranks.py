@@ -34,7 +34,7 @@ class StreamTerms:
     settings: Settings
     progress: LoadProgress
     distributed: bool | None
-    """Whether ranks share the reading; None: where they need the same tensors, are on one machine, and read from elsewhere."""
+    """Whether ranks share the reading; None: where they need the same tensors, some are on one machine, and they read from elsewhere."""
 
 
 def open_stream(prepare: Callable[[], Opened], link: RankLink | None, terms: StreamTerms) -> TensorSource | None:
@@ -77,7 +77,7 @@ def shares_reading(told: Sequence[Facts], *, distributed: bool | None, is_remote
     """Return whether ranks with these facts share the reading, the same on all of them. Pure."""
     if distributed is False or len({facts.entries for facts in told}) > 1:
         return False
-    return distributed is True or (is_remote and len({facts.host for facts in told}) == 1)
+    return distributed is True or (is_remote and len({facts.host for facts in told}) < len(told))
 
 
 def check_snapshots(told: Sequence[Facts], *, uri: str, is_remote: bool) -> None:

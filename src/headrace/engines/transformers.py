@@ -20,7 +20,7 @@ from headrace.quantization import CheckpointQuantization, QuantizationSection
 from headrace.settings import Settings
 from headrace.storage import parse_uri
 from headrace.storage.revision import with_revision
-from headrace.streaming import Distributed, LoadProgress, LoadReport, Lockstep, ProgressDisplay, Source
+from headrace.streaming import Distributed, LoadProgress, LoadReport, Lockstep, ProgressDisplay, Scope, Source
 from headrace.streaming import open as open_checkpoint
 from headrace.streaming.formats import ExtraConfig, LoadFormat, parse_extra_config
 from headrace.streaming.loading import link_for
@@ -71,6 +71,7 @@ def load_model(
     calibration: Calibration = None,
     distributed: Distributed = "auto",
     process_group: ProcessGroup | None = None,
+    scope: Scope = "node",
     settings: Settings | None = None,
     progress: LoadProgress | None = None,
     on_report: Callable[[LoadReport], None] | None = None,
@@ -92,8 +93,8 @@ def load_model(
     from 0, with the embeddings if layer 0 is among them and the head if the last one is; ``experts`` only these of each layer. What does not belong to the part is not requested,
     and has to be known to the whole model's class all the same. See docs/guide/multimodal.md.
 
-    With a ``process_group`` of `torch.distributed`, or with ``distributed`` True for the one that was initialised, all its ranks must call this alike: each reads a share and
-    sends it to the others, and each gets the whole model.
+    With a ``process_group`` of `torch.distributed`, or with ``distributed`` True for the one that was initialised, all its ranks must call this alike, and each gets the whole model: the
+    ranks of each machine read every byte once among them, or, with ``scope`` ``group``, all ranks do.
 
     ``options`` are ``from_pretrained``'s own (``dtype``, ``device_map``, ``attn_implementation``, ``quantization_config``, ``output_loading_info``, fields of the
     configuration, …). ``auto_class`` is an Auto class or a model class; by default config.json's ``architectures`` decides. Where the stored dtype and the model's
@@ -133,6 +134,7 @@ def load_model(
         settings=settings,
         progress=progress,
         lockstep=lockstep,
+        scope=scope,
     )
     with ProgressDisplay(progress, enabled=settings.progress and (link is None or link.rank == 0)):
         try:
@@ -180,6 +182,7 @@ class _ModelLoad:
     settings: Settings
     progress: LoadProgress
     lockstep: Lockstep | None = None
+    scope: Scope = "node"
 
     def run(self, source: Source) -> tuple[Any, LoadReport]:
         """Return what ``from_pretrained`` returns, and the account."""
@@ -299,6 +302,7 @@ class _ModelLoad:
             quantization=decision.quantization,
             expanded=construction.detected if self.wishes.packing.dequantize else None,
             lockstep=self.lockstep,
+            scope=self.scope,
             selection=construction.selection,
         )
         return StreamedWeights(checkpoint, conditions, model_class=construction.model_class.__name__)

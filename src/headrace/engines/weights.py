@@ -34,7 +34,7 @@ from headrace.errors import PlacementError
 from headrace.progress import LoadProgress
 from headrace.quantization import CheckpointQuantization
 from headrace.settings import Settings
-from headrace.streaming import DistributedStream, LoadReport, Lockstep, StreamOptions, TensorStream, open_source
+from headrace.streaming import DistributedStream, LoadReport, Lockstep, Scope, StreamOptions, TensorStream, open_source
 from headrace.streaming.formats import LoadFormat
 from headrace.streaming.source import TensorSource
 
@@ -77,6 +77,8 @@ class Conditions:
     """The packed weights that are to be expanded as they arrive; None where there are none, or they stay packed."""
     lockstep: Lockstep | None = None
     """The ranks that share the reading; None where this process reads everything."""
+    scope: Scope = "node"
+    """Which of these ranks read each byte once among them."""
     selection: Selection | None = None
     """What a part of the model takes of the checkpoint; None for the whole model."""
 
@@ -180,7 +182,12 @@ class StreamedWeights:
         settings, lockstep = self._conditions.settings, self._conditions.lockstep
         if lockstep is not None:
             return DistributedStream(
-                self._checkpoint, placement.order, lockstep=lockstep, settings=settings, progress=self._progress
+                self._checkpoint,
+                placement.order,
+                lockstep=lockstep,
+                scope=self._conditions.scope,
+                settings=settings,
+                progress=self._progress,
             )
         return open_source(
             self._conditions.load_format,

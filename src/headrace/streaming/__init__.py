@@ -9,7 +9,7 @@ from headrace.streaming.memory import Memory, PrivateMemory, SharedMemory, avail
 from headrace.streaming.opening import open_source
 from headrace.streaming.plan import Piece, Plan, PlannedRead, plan_reads
 from headrace.streaming.processgroup import Distributed, find_link
-from headrace.streaming.ranks import DistributedStream
+from headrace.streaming.ranks import DistributedStream, Scope
 from headrace.streaming.report import LoadReport
 from headrace.streaming.selection import Wanted, select_entries
 from headrace.streaming.source import TensorSource
@@ -30,6 +30,7 @@ __all__ = [
     "PlannedRead",
     "PrivateMemory",
     "ProgressDisplay",
+    "Scope",
     "SharedMemory",
     "Source",
     "StreamOptions",

@@ -31,8 +31,17 @@ class Agreement:
     """How much of its shares a rank may read ahead; `UNLIMITED` is possible."""
     local_ranks: int
     """The most ranks that one machine has."""
-    is_one_host: bool
-    """Whether all ranks are on one machine."""
+    hosts: tuple[int, ...]
+    """By rank, what tells its machine from others."""
+
+    def neighbours(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the machine that ``rank`` is on, itself among them, in order."""
+        return tuple(other for other, host in enumerate(self.hosts) if host == self.hosts[rank])
+
+    @property
+    def most_neighbours(self) -> int:
+        """How many ranks of the group the machine has that has the most."""
+        return max(Counter(self.hosts).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +83,13 @@ def agree(told: Sequence[Facts], *, uri: str, snapshot_id: str) -> Agreement:
             )
     # The least, not this rank's own: a decision that each rank took by its own free memory would leave them in different windows.
     limit = min((facts.limit_bytes for facts in told if facts.limit_bytes != UNLIMITED), default=UNLIMITED)
-    on_one_host = max(Counter(facts.host for facts in told).values())
-    local_ranks = max(on_one_host, *(facts.local_ranks for facts in told))
-    is_one_host = on_one_host == len(told)
+    hosts = tuple(facts.host for facts in told)
+    local_ranks = max(Counter(hosts).most_common(1)[0][1], *(facts.local_ranks for facts in told))
     if limit == UNLIMITED:
-        return Agreement(_LARGEST_WINDOW_BYTES, UNLIMITED, local_ranks, is_one_host)
+        return Agreement(_LARGEST_WINDOW_BYTES, UNLIMITED, local_ranks, hosts)
     share = limit // local_ranks
     window_bytes = min(share // 2, _LARGEST_WINDOW_BYTES)
-    return Agreement(window_bytes, share - window_bytes, local_ranks, is_one_host)
+    return Agreement(window_bytes, share - window_bytes, local_ranks, hosts)
 
 
 def facts_of(checkpoint: Checkpoint, entries: Sequence[Entry], settings: Settings, *, raw: bool) -> Facts:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.checkpoint import Entry
-from headrace.streaming.memory import Bytes, Memory
+from headrace.streaming.memory import Bytes, Memory, SharedFiles, SharedMemory, capacity_for
 from headrace.streaming.shares import Part, Window
 from headrace.units import UNLIMITED
 
@@ -37,6 +37,13 @@ class OwnBlocks:
 
     def hand_out(self, window: int, block: int) -> Bytes:
         return self._arrays.pop((window, block))
+
+
+def blocks_in_file(windows: Sequence[Window]) -> tuple[OwnBlocks, SharedFiles]:
+    """Return blocks of this rank alone in a file, and what finds them there: reader processes can fill them. Pages that were never written cost nothing."""
+    files = SharedFiles()
+    capacity_bytes = capacity_for(block.size_bytes for window in windows for block in window.blocks)
+    return OwnBlocks(windows, SharedMemory(capacity_bytes, files)), files
 
 
 class BlockRoom:

@@ -20,7 +20,7 @@ from headrace.streaming.leases import OnBudget
 from headrace.streaming.lockstep import Lockstep
 from headrace.streaming.opening import open_source
 from headrace.streaming.processgroup import Distributed, RankLink, find_link
-from headrace.streaming.ranks import DistributedStream
+from headrace.streaming.ranks import DistributedStream, Scope
 from headrace.streaming.report import LoadReport
 from headrace.streaming.room import Ownership
 from headrace.streaming.selection import Wanted, select_entries
@@ -72,6 +72,7 @@ def stream(
     extra_config: Extra = None,
     distributed: Distributed = "auto",
     process_group: dist.ProcessGroup | None = None,
+    scope: Scope = "node",
     settings: Settings | None = None,
     progress: LoadProgress | None = None,
 ) -> TensorSource:
@@ -80,8 +81,8 @@ def stream(
     ``include`` and ``exclude`` take globs, compiled regular expressions or a predicate on names; what they leave out is never requested. The other keywords are those of
     `StreamOptions`. Close it, or use it as a context manager.
 
-    With a ``process_group`` of `torch.distributed`, or with ``distributed`` True for the one that was initialised, all its ranks must call this alike: each reads a share and
-    sends it to the others; see `DistributedStream`. ``distributed`` False reads everything here.
+    With a ``process_group`` of `torch.distributed`, or with ``distributed`` True for the one that was initialised, all its ranks must call this alike: those of each machine read every
+    byte once among them, or, with ``scope`` ``group``, all ranks do; see `DistributedStream`. ``distributed`` False reads everything here.
 
     ``load_format`` names who moves the bytes: Headrace (``auto``, ``headrace``), Run:ai Model Streamer (``runai_streamer``) or, for local files, the safetensors library
     (``safetensors``); with the latter two every rank reads everything itself. ``extra_config`` (``concurrency``, ``memory_limit``, ``distributed``) takes the place of what
@@ -103,7 +104,7 @@ def stream(
             raise
         return opened
 
-    return _stream(prepare, link, settings, progress)
+    return _stream(prepare, link, scope, settings, progress)
 
 
 @dataclass(slots=True)
@@ -122,7 +123,7 @@ class _Opened:
 
 
 def _stream(
-    prepare: Callable[[], _Opened], link: RankLink | None, settings: Settings, progress: LoadProgress
+    prepare: Callable[[], _Opened], link: RankLink | None, scope: Scope, settings: Settings, progress: LoadProgress
 ) -> TensorSource:
     lockstep = Lockstep(link) if link is not None else None
     opened = prepare() if lockstep is None else lockstep.do("opening the checkpoint", prepare, undo=_Opened.close)
@@ -144,6 +145,7 @@ def _stream(
             options=opened.options,
             settings=settings,
             progress=progress,
+            scope=scope,
             owns_checkpoint=opened.owns_checkpoint,
         )
     except BaseException:
@@ -178,6 +180,7 @@ def load_state_dict(
     extra_config: Extra = None,
     distributed: Distributed = "auto",
     process_group: dist.ProcessGroup | None = None,
+    scope: Scope = "node",
     settings: Settings | None = None,
     on_report: Callable[[LoadReport], None] | None = None,
 ) -> dict[str, torch.Tensor]:
@@ -185,7 +188,7 @@ def load_state_dict(
 
     On the CPU the bytes arrive where they stay: no copy is made. For another ``device`` each tensor is copied there as it arrives, through leased memory (pinned for CUDA):
     host memory stays within the memory limit, and the largest tensor twice where that is more. ``on_report`` is given the account of the load. ``snapshot``, ``load_format``, ``extra_config``,
-    ``distributed`` and ``process_group`` are those of `stream`; the first rank alone shows progress. What another library than ours moves may share memory: with
+    ``distributed``, ``process_group`` and ``scope`` are those of `stream`; the first rank alone shows progress. What another library than ours moves may share memory: with
     ``safetensors`` the tensors of one file are parts of its mapping.
     """
     load_format, extra = LoadFormat.parse(load_format), parse_extra_config(extra_config)
@@ -206,6 +209,7 @@ def load_state_dict(
             extra_config=extra,
             distributed=distributed,
             process_group=process_group,
+            scope=scope,
             settings=settings,
             progress=progress,
         )

@@ -1,8 +1,8 @@
-"""Ranks that load together: each reads a share for all of them, so that the group reads every byte once and every rank gets every tensor.
+"""Ranks that load together: each reads a share for all of its machine, or of the group, so that these read every byte once and every rank gets every tensor.
 
 Entries are loaded window by window (`headrace.streaming.shares`). Each rank streams its shares into the memory where their tensors will stay, reading ahead of the group; when
-all have read their share of a window, the others find it in the same memory (`headrace.streaming.sharedblocks`), or, where they are on several machines, each segment is broadcast from
-its reader into the same place of everybody's memory. In between, ranks tell each other how they are (`headrace.streaming.lockstep`). What could differ between ranks is compared or agreed on before the first read.
+all have read their share of a window, the others find it in the same memory (`headrace.streaming.sharedblocks`), or, where the ranks of several machines share, each segment is broadcast
+from its reader into the same place of everybody's memory. In between, ranks tell each other how they are (`headrace.streaming.lockstep`). What could differ between ranks is compared or agreed on before the first read.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from headrace.process import HomeProcess
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
 from headrace.streaming.agreement import Agreement, Facts, agree, facts_of, settings_of_rank
-from headrace.streaming.blocks import BlockRoom, OwnBlocks
+from headrace.streaming.blocks import BlockRoom, OwnBlocks, blocks_in_file
 from headrace.streaming.lockstep import NUM_NUMBERS, Lockstep, Status, Step
 from headrace.streaming.memory import Bytes, Memory, PrivateMemory
 from headrace.streaming.report import LoadReport, RankReport
 from headrace.streaming.sharedblocks import SharedBlocks, share_blocks
 from headrace.streaming.shares import parts_of, plan_windows
-from headrace.streaming.stream import PoolFactory, StreamOptions, TensorStream
+from headrace.streaming.stream import PoolFactory, StreamOptions, TensorStream, readers_for
 from headrace.streaming.tensors import Destination, mark, torch_dtype
-from headrace.transport import open_pool
+from headrace.transport import SharedPlaces, open_pool
 
 Exchange = Literal["auto", "shared", "broadcast"]
 """How what one rank read comes to the others."""
+Scope = Literal["node", "group"]
+"""Among whom every byte is read once: the ranks of the group on each machine, or the whole group."""
 
 
 class DistributedStream:
@@ -57,14 +59,17 @@ class DistributedStream:
         progress: LoadProgress | None = None,
         memory: Memory | None = None,
         exchange: Exchange = "auto",
+        scope: Scope = "node",
         owns_checkpoint: bool = False,
         pool: PoolFactory = open_pool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Agree with the other ranks on what is read, in which windows, and on how it is exchanged; every rank of the group constructs its stream, or none returns.
 
-        ``exchange`` is ``shared`` for memory that all ranks map, ``broadcast`` over the group, or ``auto``: shared where all ranks are on one machine and can see it. ``memory``
-        is where tensors lie that are broadcast; where it is given nothing is shared.
+        ``scope`` says who shares: ``node``, the ranks of each machine among themselves, so that each machine reads everything once; or ``group``, all ranks, so that what one machine
+        reads is sent to the others. ``exchange`` is ``shared`` for memory that the ranks of a machine map, ``broadcast`` over the group, or ``auto``: shared where all who share are on one
+        machine and can see it. Where neighbours cannot see each other's memory, the group shares by broadcast. ``memory`` is where tensors lie that are broadcast; where it is given
+        nothing is mapped.
         """
         self.checkpoint = checkpoint
         self.options = options or StreamOptions()
@@ -77,12 +82,12 @@ class DistributedStream:
         self._clock = clock
         self._place_of = {entry.name: place for place, entry in enumerate(self.entries)}
         self._agreement = self._agree()
-        rank, num_ranks = lockstep.link.rank, lockstep.link.num_ranks
-        self.windows = plan_windows(self.entries, num_ranks=num_ranks, window_bytes=self._agreement.window_bytes)
+        self._sharers = tuple(range(lockstep.link.num_ranks))
+        """The ranks that read each byte once among themselves."""
+        self._places: SharedPlaces | None = None
+        blocks = self._choose_blocks(exchange, scope, memory)
         if not self.windows:
             lockstep.is_over = True  # there is nothing to exchange
-        self._parts = [tuple(parts_of(window, self.entries, rank)) for window in self.windows]
-        blocks = self._choose_blocks(exchange, memory)
         self.exchange: Exchange = "shared" if isinstance(blocks, SharedBlocks) else "broadcast"
         self._room = BlockRoom(self.windows, self._parts, blocks, limit_bytes=self._agreement.ahead_bytes)
         self._own: TensorStream | None = None
@@ -172,6 +177,7 @@ class DistributedStream:
         """The account so far: bytes, requests and connections of all ranks together, as of the last exchange; memory and time of this one."""
         sums = [sum(column) for column in zip(*(status.numbers for status in self._statuses), strict=True)]
         _, bytes_read, num_requests, num_retries, num_hedges, *_ = sums or [0] * NUM_NUMBERS
+        own = None if self._own is None else self._own.report
         started = self._started
         stopped = self._ended if self._ended is not None else self._clock()
         return LoadReport(
@@ -187,6 +193,8 @@ class DistributedStream:
             num_hedges=num_hedges,
             num_connections=settings_of_rank(self.settings, self._agreement).rank_transport.num_connections
             * self._lockstep.link.num_ranks,
+            num_readers=0 if own is None else own.num_readers,
+            readers_why="" if own is None else f"{own.readers_why}, this rank",
             seconds=0.0 if started is None else stopped - started,
             phases=dict(self.progress.phases),
             peak_staging_bytes=self._peak_bytes,
@@ -200,7 +208,7 @@ class DistributedStream:
         return RankReport(
             rank=rank,
             bytes_read=bytes_read,
-            bytes_received=sum(one.numbers[0] for one in self._statuses) - bytes_done,
+            bytes_received=sum(self._statuses[other].numbers[0] for other in self._sharers_of(rank)) - bytes_done,
             seconds_reading=reading_ms / 1e3,
             seconds_waiting=waiting_ms / 1e3,
         )
@@ -225,13 +233,43 @@ class DistributedStream:
         self._lockstep.key = told[0].entries
         return agreement
 
-    def _choose_blocks(self, exchange: Exchange, memory: Memory | None) -> SharedBlocks | OwnBlocks:
+    def _plan(self, sharers: tuple[int, ...], most_ranks: int) -> None:
+        """Divide the reading among ``sharers``."""
+        self._sharers = sharers
+        self.windows = plan_windows(
+            self.entries, num_ranks=len(sharers), window_bytes=self._agreement.window_bytes, most_ranks=most_ranks
+        )
+        place = sharers.index(self._lockstep.link.rank)
+        self._parts = [tuple(parts_of(window, self.entries, place)) for window in self.windows]
+
+    def _sharers_of(self, rank: int) -> tuple[int, ...]:
+        return self._sharers if rank in self._sharers else self._agreement.neighbours(rank)
+
+    def _choose_blocks(self, exchange: Exchange, scope: Scope, memory: Memory | None) -> SharedBlocks | OwnBlocks:
         if exchange not in ("auto", "shared", "broadcast"):
             raise InvalidSetting(f"exchange is {exchange!r}.", "It must be auto, shared or broadcast.")
-        shared = None
-        if memory is None and exchange != "broadcast" and self.windows and self._agreement.is_one_host:
-            shared = share_blocks(self.windows, self._lockstep)
-        return shared or OwnBlocks(self.windows, memory or PrivateMemory())
+        if scope not in ("node", "group"):
+            raise InvalidSetting(f"scope is {scope!r}.", "It must be node or group.")
+        everybody = tuple(range(self._lockstep.link.num_ranks))
+        neighbours = self._agreement.neighbours(self._lockstep.link.rank)
+        is_one_host = neighbours == everybody
+        may_map = memory is None and exchange != "broadcast" and (scope == "node" or is_one_host)
+        if may_map:
+            self._plan(neighbours, self._agreement.most_neighbours)
+            shared = share_blocks(self.windows, self._lockstep, neighbours) if self.windows else None
+            if shared is not None:
+                self._places = shared
+                return shared
+        self._plan(everybody, len(everybody))
+        if memory is None and self._may_have_readers():
+            blocks, self._places = blocks_in_file(self.windows)
+            return blocks
+        return OwnBlocks(self.windows, memory or PrivateMemory())
+
+    def _may_have_readers(self) -> bool:
+        num_bytes = sum(part.entry.size_bytes for parts in self._parts for part in parts)
+        settings = settings_of_rank(self.settings, self._agreement)
+        return readers_for(self.checkpoint, num_bytes, settings).num_processes > 0
 
     def _check_options(self) -> None:
         if self.options.ownership == "leased" and self.options.on_budget == "error":
@@ -298,6 +336,7 @@ class DistributedStream:
             settings=settings_of_rank(self.settings, self._agreement),
             progress=self._own_progress,
             room=self._room,
+            places=self._places,
             pool=self._pool,
             clock=self._clock,
         )
@@ -332,7 +371,7 @@ class DistributedStream:
 
     def _heard(self, statuses: Sequence[Status]) -> None:
         self._statuses = statuses
-        bytes_done = sum(status.numbers[0] for status in statuses)
+        bytes_done = sum(statuses[rank].numbers[0] for rank in self._sharers)
         if bytes_done > self._bytes_heard:
             self.progress.arrived(bytes_done - self._bytes_heard)
             self._bytes_heard = bytes_done

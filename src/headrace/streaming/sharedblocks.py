@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from headrace.process import HomeProcess
 from headrace.streaming.lockstep import Lockstep, Step
 from headrace.streaming.memory import Bytes
 from headrace.streaming.shares import Window
+from headrace.transport import SharedPlace
 
 _MAP_NORESERVE = 0x4000
 """Linux's flag on x86 and ARM, which Python names from 3.12 on."""
@@ -56,6 +57,9 @@ class SharedBlocks:
         # Not reserved: the system would want room for a second copy of everything, which only a consumer that writes needs.
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
         self._private = mmap.mmap(descriptor, size_bytes, flags=flags, prot=writable)
+        self._start = _address_of(self._shared)
+        self._place = SharedPlace(0, os.dup(descriptor), size_bytes, 0)
+        weakref.finalize(self, os.close, self._place.descriptor).atexit = False
         self._drops = _Drops(self._shared, len(self._places), rank=rank, num_ranks=num_ranks)
 
     @classmethod
@@ -82,6 +86,13 @@ class SharedBlocks:
         finally:
             os.close(descriptor)
 
+    def find(self, piece: memoryview) -> SharedPlace | None:
+        """Return where ``piece`` of a block that is filled lies in the memfd, for a reader process; None where it lies elsewhere."""
+        if not piece.nbytes or piece.readonly:
+            return None
+        offset = _address_of(piece) - self._start
+        return replace(self._place, offset=offset) if 0 <= offset < self._place.size_bytes else None
+
     def allocate(self, window: int, block: int) -> Bytes:
         """Return the memory of one block, which this rank fills where it is its part."""
         _, start, size_bytes = self._places[window, block]
@@ -98,12 +109,12 @@ class SharedBlocks:
         return array
 
 
-def share_blocks(windows: Sequence[Window], lockstep: Lockstep) -> SharedBlocks | None:
-    """Return blocks that all ranks of ``lockstep`` see; None, on every rank, where one of them cannot see the first one's memory. Every rank must call this.
+def share_blocks(windows: Sequence[Window], lockstep: Lockstep, neighbours: Sequence[int]) -> SharedBlocks | None:
+    """Return blocks that all ``neighbours`` see, ranks of ``lockstep`` on this machine; None, on every rank, where one of them cannot see the first neighbour's memory.
 
-    Raises `RankFailed` where a rank fails or vanishes meanwhile.
+    Every rank must call this, with its own neighbours. Raises `RankFailed` where a rank fails or vanishes meanwhile.
     """
-    rank, num_ranks = lockstep.link.rank, lockstep.link.num_ranks
+    rank, num_ranks = neighbours.index(lockstep.link.rank), len(neighbours)
     made: list[tuple[SharedBlocks, SharedFile, int]] = []
     found: list[SharedBlocks] = []
 
@@ -121,7 +132,7 @@ def share_blocks(windows: Sequence[Window], lockstep: Lockstep) -> SharedBlocks 
 
     try:
         told = lockstep.run(Step(name="planning", work=create, numbers=lambda: made[0][1].numbers() if made else ()))
-        file = SharedFile(*told[0].numbers[:3])
+        file = SharedFile(*told[neighbours[0]].numbers[:3])
         told = lockstep.run(Step(name="planning", work=find, numbers=lambda: (len(found),)))
     finally:
         for *_, descriptor in made:
@@ -166,6 +177,10 @@ class _Drops:
             if self._table[:, number].all():
                 self._shared.madvise(mmap.MADV_REMOVE, start, pages)
                 del self._waiting[number]
+
+
+def _address_of(memory: mmap.mmap | memoryview) -> int:
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data)
 
 
 def _places_of(windows: Sequence[Window]) -> dict[tuple[int, int], tuple[int, int, int]]:

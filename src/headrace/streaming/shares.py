@@ -59,11 +59,16 @@ class Part:
     offset: int
 
 
-def plan_windows(entries: Sequence[Entry], *, num_ranks: int, window_bytes: int) -> tuple[Window, ...]:
-    """Return the windows of ``entries``, in order: as many at a time as fit into ``window_bytes``, or one that is larger than that. None where nothing has bytes."""
+def plan_windows(
+    entries: Sequence[Entry], *, num_ranks: int, window_bytes: int, most_ranks: int | None = None
+) -> tuple[Window, ...]:
+    """Return the windows of ``entries``, in order: as many at a time as fit into ``window_bytes``, or one that is larger than that. None where nothing has bytes.
+
+    ``most_ranks`` is how many ranks share them elsewhere, where that is more: windows end alike for all.
+    """
     if not any(entry.size_bytes for entry in entries):
         return ()
-    most = max(window_bytes, num_ranks * LEAST_WINDOW_BYTES_PER_RANK)
+    most = max(window_bytes, (most_ranks or num_ranks) * LEAST_WINDOW_BYTES_PER_RANK)
     return tuple(_Layout(entries, start, stop, num_ranks).window() for start, stop in _spans(entries, most))
 
 

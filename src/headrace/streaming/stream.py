@@ -40,13 +40,17 @@ from headrace.streaming.room import (
 )
 from headrace.streaming.tensors import Destination, mark, torch_dtype
 from headrace.transport import (
+    Circumstances,
+    ProcessPool,
     RangeRead,
     ReaderChoice,
     ReaderPool,
     ReadJob,
+    SharedPlaces,
     choose_readers,
     is_local,
     open_pool,
+    usable_processors,
 )
 
 logger = logging.getLogger("headrace")
@@ -120,13 +124,26 @@ class _Patience:
         return self._clock() >= self._end
 
 
+def readers_for(checkpoint: Checkpoint, num_bytes: int, settings: Settings) -> ReaderChoice:
+    """Return who reads ``num_bytes`` of a checkpoint for this rank, where its memory can be shared."""
+    store = checkpoint.store
+    given = Circumstances(
+        endpoint=store.endpoint,
+        is_local=is_local(store),
+        num_bytes=num_bytes,
+        num_processors=usable_processors() // settings.local_ranks,
+    )
+    return choose_readers(settings.rank_transport, given)
+
+
 class TensorStream:
     """Streams ``entries`` of ``checkpoint`` in that order; a context manager and an iterator of ``(name, tensor)``.
 
     Each tensor is on the CPU, has the stored dtype and shape, is handed out once, and stays valid for as long as anything refers to its storage: nothing here writes to it
     before that. Memory that is allocated for tensors not yet handed out (owned), or for all that are not dropped yet (leased), stays within the memory limit plus the
     tensor that is waited for and one read. One consumer thread at a time may iterate; `take` may be called from several. The first error of any read is raised in the
-    consumer. With ``owns_checkpoint`` closing the stream closes the checkpoint too. ``room`` replaces the memory that ``options`` ask for.
+    consumer. With ``owns_checkpoint`` closing the stream closes the checkpoint too. ``room`` replaces the memory that ``options`` ask for; with ``places``, which finds it in
+    files, reader processes can fill it.
     """
 
     def __init__(
@@ -138,6 +155,7 @@ class TensorStream:
         settings: Settings | None = None,
         progress: LoadProgress | None = None,
         room: Room | None = None,
+        places: SharedPlaces | None = None,
         owns_checkpoint: bool = False,
         pool: PoolFactory = open_pool,
         clock: Callable[[], float] = time.monotonic,
@@ -164,8 +182,9 @@ class TensorStream:
         self._place_of = {entry.name: place for place, entry in enumerate(self.plan.entries)}
         if len(self._place_of) != len(self.plan.entries):
             raise StreamError("A tensor was asked for twice in one stream.", "Each tensor is handed out once.")
-        self._readers = self._choose_readers(has_room=room is not None, has_pool=pool is not open_pool)
-        files = SharedFiles() if self._readers.num_processes else None
+        is_hidden = room is not None and places is None
+        self._readers = self._choose_readers(is_hidden=is_hidden, has_pool=pool is not open_pool)
+        files = SharedFiles() if self._readers.num_processes and room is None else None
         self._room = room or self._make_room_for(chosen, limit_bytes, available_bytes, files)
         self._destinations: dict[int, Destination] = {}
         self._taken: set[int] = set()
@@ -178,8 +197,13 @@ class TensorStream:
         self._ended: float | None = None
         self._longest_wait_s = _LONGEST_WAIT_FOR_ROOM_S
         # The pool's threads live on without the stream, so nothing that they keep may refer to it: a forgotten stream must end.
-        if files is not None:
-            pool = partial(open_pool, num_processes=self._readers.num_processes, places=files)
+        if self._readers.num_processes:
+            pool = partial(
+                open_pool,
+                num_processes=self._readers.num_processes,
+                places=files or places,
+                on_demand_for_bytes=self.plan.bytes_wanted if self._readers.is_on_demand else None,
+            )
         self._pool = pool(checkpoint.store, self._transport, on_bytes=self.progress.touch)
         self.progress.bytes_wanted += self.plan.bytes_wanted
 
@@ -280,7 +304,7 @@ class TensorStream:
     def report(self) -> LoadReport:
         """The account so far; final after the end or `close`."""
         self._home.check("A stream")
-        counters = self._pool.counters
+        pool, counters = self._pool, self._pool.counters
         with self._changed:
             account, started = self._account, self._started
             stopped = self._ended if self._ended is not None else self._clock()
@@ -297,8 +321,8 @@ class TensorStream:
                 num_retries=counters.num_retries,
                 num_hedges=counters.num_hedges,
                 num_connections=self._transport.num_connections,
-                num_readers=self._readers.num_processes,
-                readers_why=self._readers.why,
+                num_readers=pool.num_readers if isinstance(pool, ProcessPool) else 0,
+                readers_why=(pool.why_started if isinstance(pool, ProcessPool) else "") or self._readers.why,
                 seconds=0.0 if started is None else stopped - started,
                 phases=dict(self.progress.phases),
                 peak_staging_bytes=self._room.peak_bytes,
@@ -307,11 +331,10 @@ class TensorStream:
                 settings_from=dict(self.settings.sources),
             )
 
-    def _choose_readers(self, *, has_room: bool, has_pool: bool) -> ReaderChoice:
-        if has_room or has_pool:  # Somebody else's memory, which other processes do not see.
-            return ReaderChoice(0, "the caller's memory" if has_room else "the caller's pool")
-        store = self.checkpoint.store
-        return choose_readers(self._transport, endpoint=store.endpoint, is_local=is_local(store))
+    def _choose_readers(self, *, is_hidden: bool, has_pool: bool) -> ReaderChoice:
+        if is_hidden or has_pool:  # Somebody else's memory, which other processes do not see.
+            return ReaderChoice(0, "the caller's memory" if is_hidden else "the caller's pool")
+        return readers_for(self.checkpoint, self.plan.bytes_wanted, self.settings)
 
     def _make_room_for(
         self, entries: Sequence[Entry], limit_bytes: int, available_bytes: int, files: SharedFiles | None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from headrace.settings import TransportSettings
 from headrace.storage import ObjectStore, StoredObject
 from headrace.transport.bandwidth import Bandwidth
+from headrace.transport.busyness import BusyWatch
 from headrace.transport.file import FileReader
 from headrace.transport.flight import ReadJob
 from headrace.transport.http import HttpReader
@@ -55,11 +56,13 @@ def open_pool(
     surroundings: Surroundings | None = None,
     num_processes: int = 0,
     places: SharedPlaces | None = None,
+    on_demand_for_bytes: int | None = None,
 ) -> ReaderPool:
     """Return a pool of readers for ``store``, which must stay open for as long as the pool. Late reads of remote stores are hedged.
 
     ``on_bytes`` is called as in `open_reader`, from several threads; what a retry or a hedge brings twice is counted twice. With ``num_processes`` reads into memory
-    that ``places`` knows are carried out by as many reader processes, all others by threads of this one.
+    that ``places`` knows are carried out by as many reader processes, all others by threads of this one; with ``on_demand_for_bytes``, how much there is to be read, from when
+    on threads are seen to be busy with it.
     """
     world = surroundings or Surroundings()
     pace = Pace(settings.num_connections, world.clock)
@@ -68,13 +71,17 @@ def open_pool(
     settings = _with_time_for(settings, limit)
 
     def open_own() -> RangeReader:
-        return open_reader(store, settings, world, pace=pace, bandwidth=bandwidth, on_bytes=on_bytes)
+        return open_reader(store, settings, world, pace=pace, bandwidth=bandwidth, on_bytes=on_own_bytes)
 
+    on_own_bytes = on_bytes
     if num_processes and places is not None and not is_local(store):
+        fleet = Fleet(settings, num_processes, on_demand=on_demand_for_bytes is not None)
+        if on_demand_for_bytes is not None:
+            on_own_bytes = _watched(fleet, on_demand_for_bytes, on_bytes, world)
         return ProcessPool(
             Means(
                 store=store,
-                fleet=Fleet(settings, num_processes),
+                fleet=fleet,
                 places=places,
                 open_own=open_own,
                 pace=pace,
@@ -92,6 +99,24 @@ def open_pool(
         pace=pace,
         clock=world.clock,
     )
+
+
+def _watched(
+    fleet: Fleet, num_bytes: int, on_bytes: Callable[[int], None] | None, world: Surroundings
+) -> Callable[[int], None]:
+    """Return what is to be told of bytes that threads receive: it passes that on, and starts the fleet once they are busy."""
+
+    def on_busy(processors: float) -> None:
+        fleet.start(f"auto: TLS, and threads filled {processors:.1f} processors")
+
+    watch = BusyWatch(num_bytes, on_busy, clock=world.clock)
+
+    def note(num_bytes: int) -> None:
+        watch.note(num_bytes)
+        if on_bytes is not None:
+            on_bytes(num_bytes)
+
+    return note
 
 
 def _with_time_for(settings: TransportSettings, bandwidth_bytes_per_s: int) -> TransportSettings:

@@ -181,28 +181,51 @@ class ReaderConnection:
 
 
 class Fleet:
-    """The reader processes of a pool: ``num_processes`` of them, started at once. Thread safe."""
+    """The reader processes of a pool: ``num_processes`` of them, started at once, or by `start` where they are ``on_demand``. Thread safe."""
 
-    def __init__(self, settings: TransportSettings, num_processes: int) -> None:
+    def __init__(self, settings: TransportSettings, num_processes: int, *, on_demand: bool = False) -> None:
         self._settings = _share_of(settings, num_processes)
         self._places = [place.strip() for place in settings.reader_places.split(",")]
         self._num_processes = num_processes
         self._changed = threading.Condition(threading.Lock())
         self._processes: list[ReaderProcess] = []
-        self._num_reads_left_here = _READS_BEFORE_START
+        # Those who read already when processes are asked for need not wait for them.
+        self._num_reads_left_here = sys.maxsize if on_demand else _READS_BEFORE_START
         self._num_started = 0
         self._is_over = False
         self.num_lost = 0
         """Processes that died before they were told to."""
+        self.why_started = ""
+        """Why processes were started that had been on demand, for people."""
         for place in self._places:
             parse_place(place)
-        self._start_missing()
+        if not on_demand:
+            self._start_missing()
+
+    def start(self, why: str) -> None:
+        """Start processes that were on demand. Waits for none of them."""
+        with self._changed:
+            if not self._is_over and not self.has_started:
+                self.why_started = why
+                self._start_missing()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether processes have been started, though all may have died since."""
+        return self._num_started > 0
+
+    @property
+    def num_processes(self) -> int:
+        """How many there are to be."""
+        return self._num_processes
 
     def lend(self, is_cancelled: Callable[[], bool]) -> ReaderConnection | None:
         """Return a connection of the process with the fewest lent; None where the caller is to carry out a read itself: no process is left, or all are still starting.
 
-        While they start, all but a few callers wait.
+        While they start, all but a few callers wait; none where they were started on demand.
         """
+        if not self.has_started:
+            return None
         with self._changed:
             while not self._is_over and not is_cancelled():
                 self._bury()

@@ -37,6 +37,16 @@ class ProcessPool(ReaderPool):
         return super().close(timeout_s)
 
     @property
+    def num_readers(self) -> int:
+        """Reader processes that were started and not to replace others; 0 while they are on demand and threads read."""
+        return self._fleet.num_processes if self._fleet.has_started else 0
+
+    @property
+    def why_started(self) -> str:
+        """Why processes were started that had been on demand."""
+        return self._fleet.why_started
+
+    @property
     def num_lost(self) -> int:
         """Reader processes that died before their time."""
         return self._fleet.num_lost

@@ -40,6 +40,12 @@ def test_who_shares(distributed: bool | None, is_remote: bool, others: Facts, sh
     assert shares_reading([facts(), others], distributed=distributed, is_remote=is_remote) is shares
 
 
+def test_neighbours_share_where_a_group_spans_machines() -> None:
+    told = [facts(host=1), facts(host=1), facts(host=2), facts(host=2)]
+    assert shares_reading(told, distributed=None, is_remote=True)
+    assert not shares_reading(told, distributed=None, is_remote=False)
+
+
 def test_snapshots_must_be_one() -> None:
     check_snapshots([facts(), facts()], uri="s3://b/m", is_remote=True)
     with pytest.raises(StreamError, match="Worker 1 opened snapshot 000000000005 of s3://b/m, worker 0 000000000001"):

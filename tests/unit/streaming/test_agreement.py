@@ -27,23 +27,23 @@ def settle(*told: Facts) -> Agreement:
 
 
 def test_the_limit_is_divided_by_the_ranks_of_a_machine() -> None:
-    assert settle(FACTS, FACTS) == Agreement(256 * MIB, 256 * MIB, 2, is_one_host=True)
-    assert settle(FACTS, replace(FACTS, host=2)) == Agreement(256 * MIB, 768 * MIB, 1, is_one_host=False)
-    assert settle(FACTS, replace(FACTS, local_ranks=8)) == Agreement(64 * MIB, 64 * MIB, 8, is_one_host=True)
+    assert settle(FACTS, FACTS) == Agreement(256 * MIB, 256 * MIB, 2, (1, 1))
+    assert settle(FACTS, replace(FACTS, host=2)) == Agreement(256 * MIB, 768 * MIB, 1, (1, 2))
+    assert settle(FACTS, replace(FACTS, local_ranks=8)) == Agreement(64 * MIB, 64 * MIB, 8, (1, 1))
 
 
 def test_the_least_limit_holds_for_all() -> None:
     """Two ranks that read 1 GiB and 100 MiB of free memory come to one conclusion, whichever asks."""
     poor = replace(FACTS, limit_bytes=100 * MIB)
-    assert settle(FACTS, poor) == settle(poor, FACTS) == Agreement(25 * MIB, 25 * MIB, 2, is_one_host=True)
+    assert settle(FACTS, poor) == settle(poor, FACTS) == Agreement(25 * MIB, 25 * MIB, 2, (1, 1))
     assert settle(replace(FACTS, limit_bytes=UNLIMITED), poor) == settle(poor, poor)
 
 
 def test_the_extremes_of_the_limit() -> None:
     endless = replace(FACTS, limit_bytes=UNLIMITED)
-    assert settle(endless, endless) == Agreement(256 * MIB, UNLIMITED, 2, is_one_host=True)
+    assert settle(endless, endless) == Agreement(256 * MIB, UNLIMITED, 2, (1, 1))
     least = replace(FACTS, limit_bytes=0)
-    assert settle(least, least) == Agreement(0, 0, 2, is_one_host=True)
+    assert settle(least, least) == Agreement(0, 0, 2, (1, 1))
 
 
 def test_another_snapshot_is_an_error_that_names_the_rank_and_both() -> None:

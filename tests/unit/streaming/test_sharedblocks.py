@@ -16,6 +16,7 @@ from tests.support.thread_ranks import ThreadGroup, on_every_rank
 
 from headrace.checkpoint import Entry
 from headrace.errors import RankFailed
+from headrace.streaming.blocks import blocks_in_file
 from headrace.streaming.lockstep import Lockstep
 from headrace.streaming.sharedblocks import SharedBlocks, SharedFile, share_blocks
 from headrace.streaming.shares import Window, plan_windows
@@ -70,6 +71,50 @@ def test_what_one_rank_reads_the_other_has(pair: Pair) -> None:
             array = blocks.hand_out(0, block)
             assert len(array) == size and array.ctypes.data % PAGE == 0
             assert set(array[: MIB // 2].tolist()) == {value} and set(array[MIB // 2 :].tolist()) == {value + 1}
+
+
+def test_a_piece_of_a_block_is_found_where_another_process_can_fill_it(pair: Pair) -> None:
+    piece = memoryview(pair.first.allocate(0, 1))[100:200]
+    place = pair.first.find(piece)
+    assert place is not None
+    with mmap.mmap(place.descriptor, place.size_bytes, flags=mmap.MAP_SHARED) as mapped:
+        mapped[place.offset : place.offset + 100] = b"x" * 100
+    assert bytes(piece) == b"x" * 100
+    assert pair.second.hand_out(0, 1)[99:201].tolist() == [0, *b"x" * 100, 0]
+
+
+def test_no_other_memory_is_found_in_the_file_of_blocks(pair: Pair) -> None:
+    assert pair.first.find(memoryview(bytearray(100))) is None
+    assert pair.first.find(memoryview(pair.first.allocate(0, 0))[:0]) is None
+    assert pair.first.find(memoryview(pair.first.allocate(0, 1)).toreadonly()) is None
+    assert pair.first.find(memoryview(pair.first.hand_out(0, 0))) is None  # The private mapping.
+
+
+def test_the_descriptor_goes_with_the_blocks() -> None:
+    blocks, _, descriptor = SharedBlocks.create(windows_of(MIB), num_ranks=1)
+    os.close(descriptor)
+    place = blocks.find(memoryview(blocks.allocate(0, 0)))
+    assert place is not None
+    inode = os.fstat(place.descriptor).st_ino
+    del blocks
+    gc.collect()
+    left = [path for path in Path("/proc/self/fd").iterdir() if path.exists() and path.stat().st_ino == inode]
+    assert str(place.descriptor) not in {path.name for path in left}
+
+
+def test_blocks_of_one_rank_in_a_file_are_found_there_and_go_when_dropped() -> None:
+    blocks, files = blocks_in_file(windows_of(MIB, MIB + 5))
+    array = blocks.allocate(0, 1)
+    place = files.find(memoryview(array)[7:])
+    assert place is not None
+    with mmap.mmap(place.descriptor, place.size_bytes, flags=mmap.MAP_SHARED) as mapped:
+        mapped[place.offset] = 9
+        assert (array[7], len(array)) == (9, MIB + 5)
+        array = blocks.hand_out(0, 1)
+        assert os.fstat(place.descriptor).st_blocks > 0
+        del array
+        gc.collect()
+        assert os.fstat(place.descriptor).st_blocks == 0
 
 
 def test_what_a_consumer_writes_is_its_own(pair: Pair) -> None:
@@ -138,7 +183,7 @@ def test_ranks_share_or_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
 
     def run(link: Any) -> Any:
-        return share_blocks(windows, Lockstep(link, beat_s=0.02))
+        return share_blocks(windows, Lockstep(link, beat_s=0.02), range(3))
 
     found = on_every_rank(ThreadGroup(3).links(), run)
     assert all(isinstance(one, SharedBlocks) for one in found)
@@ -169,7 +214,7 @@ def test_a_rank_that_vanishes_ends_the_others(tmp_path: Path) -> None:
         if link.rank == 1:
             group.vanish()
             return None
-        return share_blocks(windows_of(MIB), Lockstep(link, beat_s=0.02))
+        return share_blocks(windows_of(MIB), Lockstep(link, beat_s=0.02), range(2))
 
     first, _ = on_every_rank(group.links(), run)
     assert isinstance(first, RankFailed)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from headrace.settings import TransportSettings
 from headrace.transport.connection import BUFFER_BYTES, HttpConnection, Inbox, Origin, format_request
 from headrace.transport.patience import Patience, TooSlow
 from headrace.transport.stopping import StopSwitch
-from headrace.transport.surroundings import dial
+from headrace.transport.surroundings import WINDOW_BYTES, dial
 
 SETTINGS = TransportSettings(idle_timeout_s=20)
 ORIGIN = Origin("http", "host.example", 80, None, True)
@@ -237,3 +238,14 @@ def test_dial_is_stopped_by_its_switch() -> None:
     with pytest.raises(Cancelled):
         dial("127.0.0.1", 9, 5, switch)
     assert [one.fileno() for one in switch.watched] == [-1]
+
+
+def test_a_connection_has_a_wide_window_from_the_start_and_waits_for_no_more_than_a_byte() -> None:
+    most_bytes = int(Path("/proc/sys/net/ipv4/tcp_rmem").read_text().split()[2])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as usual, dial("127.0.0.1", port, 5, StopSwitch()) as ours:
+            before, after = (one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) for one in (usual, ours))
+            assert after >= min(WINDOW_BYTES, most_bytes // 2)
+            assert after > before
+            assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1

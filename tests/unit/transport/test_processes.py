@@ -1,4 +1,4 @@
-"""What is pure about reader processes: messages, told errors and requests, the status page, places, and the choice."""
+"""What is pure about reader processes: messages, told errors and requests, the status page and places."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from headrace.errors import AccessDenied, InvalidSetting, ReadFailed
 from headrace.settings import Settings, TransportSettings
 from headrace.storage import HttpRange, Refusal
-from headrace.transport import choose_readers
 from headrace.transport.channel import Channel, ChannelClosed, channel_pair
 from headrace.transport.processes import parse_place
 from headrace.transport.reader import ReadCounters
@@ -163,26 +162,6 @@ def test_a_place_on_a_node_names_the_processors_that_may_be_used(tmp_path, monke
     (tmp_path / "node0" / "cpulist").write_text(f"{first}-{first},100000-100002\n")
     monkeypatch.setattr("headrace.transport.processes._NODES", tmp_path)
     assert parse_place("lo@0") == ("lo", [first])
-
-
-@pytest.mark.parametrize(
-    ("readers", "endpoint", "is_local", "number", "why"),
-    [
-        (3, "https://a", False, 3, "as set"),
-        (3, "http://a", False, 3, "as set"),
-        (0, "https://a", False, 0, "as set"),
-        (50, "https://a", False, 8, "as set"),
-        (3, "this machine", True, 0, "the files are on this machine"),
-        ("auto", "https://a", False, 0, "auto, TLS"),
-        ("auto", "http://a", False, 0, "auto, no TLS"),
-    ],
-)
-def test_threads_read_unless_processes_are_asked_for(
-    readers: int | str, endpoint: str, is_local: bool, number: int, why: str
-) -> None:
-    settings = TransportSettings(readers=readers, num_connections=8)
-    choice = choose_readers(settings, endpoint=endpoint, is_local=is_local)
-    assert (choice.num_processes, choice.why) == (number, why)
 
 
 def test_the_setting_is_auto_or_a_number() -> None:
