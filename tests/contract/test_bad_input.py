@@ -108,7 +108,7 @@ def test_a_path_that_does_not_exist() -> None:
         (["load", "/tmp", "--conections", "4"], ["--conections"]),
         (["load", "/tmp", "--connections", "many"], ["--connections", "integer"]),
         (["laod", "/tmp"], ["laod"]),
-        (["serve", "/tmp", "--tensor-parallel-size", "2"], ["--tensor-parallel-size", "not"]),
+        (["serve", "/tmp", "--pipeline-parallel-size", "2"], ["--pipeline-parallel-size", "not"]),
     ],
 )
 def test_a_wrong_command_line(arguments: list[str], words: list[str]) -> None:

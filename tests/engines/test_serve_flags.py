@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import headrace
 from headrace.cli import serve as command
 from headrace.cli.serve import ServeOptions
+from headrace.cli.serve_model import load_served
 from headrace.errors import InvalidSetting, ObjectChanged
 from headrace.progress import LoadProgress
 from headrace.settings import Settings
@@ -137,7 +138,7 @@ def test_serving_a_bucket_asks_no_hub_and_begins_with_the_side_files(
     options = ServeOptions(uri=uri, settings=settings, dtype="float32", load_format=load_format)
     progress = LoadProgress()
     with no_hub_calls():
-        loaded = command._load_model(parse_uri(uri), "llama", options, progress)
+        loaded = load_served(parse_uri(uri), "llama", options, progress)
     assert loaded.tokenizer("w5 w9")["input_ids"] == [5, 9]
     assert loaded.report is not None
     assert loaded.report.load_format == ("headrace" if load_format == "auto" else load_format)
@@ -149,7 +150,7 @@ def test_serving_a_bucket_asks_no_hub_and_begins_with_the_side_files(
 def test_a_format_for_local_files_is_refused_before_a_bucket_is_asked(load_format: str, tmp_path: Path) -> None:
     options = ServeOptions(uri="s3://absent/model", load_format=load_format)
     with no_hub_calls(), pytest.raises(InvalidSetting, match=f"{load_format} cannot read a bucket"):
-        command._load_model(parse_uri(options.uri), "model", options, LoadProgress())
+        load_served(parse_uri(options.uri), "model", options, LoadProgress())
 
 
 def test_a_snapshot_is_served_and_named(llama: Path, tmp_path: Path) -> None:
@@ -162,4 +163,4 @@ def test_a_snapshot_is_served_and_named(llama: Path, tmp_path: Path) -> None:
         assert f'headrace_model_snapshot{{model="tiny",snapshot="{snapshot}"}} 1.0' in client.get("/metrics").text
     other = ServeOptions(uri=str(llama), port=0, settings=settings, snapshot="0" * 12)
     with pytest.raises(ObjectChanged, match=f"Snapshot {snapshot} is there now"):
-        command._load_model(parse_uri(llama), "tiny", other, LoadProgress())
+        load_served(parse_uri(llama), "tiny", other, LoadProgress())

@@ -126,7 +126,7 @@ def test_command_reference_names_every_option() -> None:
             for option in (*parameter.opts, *parameter.secondary_opts)
             if option.startswith("-")
         }
-        assert set(re.findall(r"`(--?[a-z-]+)`", sections[name])) - {"--tensor-parallel-size"} == options
+        assert set(re.findall(r"`(--?[a-z-]+)`", sections[name])) - {"--pipeline-parallel-size"} == options
 
 
 def test_settings_reference_is_complete() -> None:

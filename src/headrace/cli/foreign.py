@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 
-_PARALLEL = "Headrace serves a model from one process on one device so far."
+_PARALLEL = (
+    "Headrace divides a model among processes of one machine by its layers' tensors (--tp), and not otherwise so far."
+)
 _LIMITS = "How much context fits follows from the model's configuration and the device's memory."
 _CHECKPOINT = "Headrace reads it from the checkpoint."
 
 REASONS: dict[str, str] = {
-    "--tensor-parallel-size": _PARALLEL,
-    "-tp": _PARALLEL,
-    "--tp": _PARALLEL,
-    "--tp-size": _PARALLEL,
     "--pipeline-parallel-size": _PARALLEL,
     "-pp": _PARALLEL,
     "--pp-size": _PARALLEL,

@@ -19,7 +19,7 @@ from headrace.cli.console import reported
 from headrace.cli.foreign import find_foreign_option
 from headrace.cli.values import LOAD_FORMATS, json_object, load_format, without_keys
 from headrace.errors import HeadraceError, InvalidSetting
-from headrace.settings import Settings
+from headrace.settings import Settings, TransportSettings, parse_readers
 from headrace.units import parse_memory_limit, parse_rate
 
 EXIT_USAGE = 2
@@ -60,6 +60,15 @@ def _bandwidth(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def _readers(text: str) -> int | str:
+    try:
+        readers = parse_readers(text)
+        TransportSettings(readers=readers)
+    except (InvalidSetting, ValueError):
+        raise typer.BadParameter(f"{text!r} is neither auto nor a number of processes.") from None
+    return readers
+
+
 def _number_range(text: str) -> str:
     """Return the text of a range of whole numbers, as it is."""
     match = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)
@@ -91,6 +100,15 @@ MemoryLimit = Annotated[
         metavar="SIZE",
         help="Most memory for tensors on their way: 512MiB, 4GiB; -1 for any.",
         show_default="chosen",
+    ),
+]
+Readers = Annotated[
+    str | None,
+    typer.Option(
+        parser=_readers,
+        metavar="NUMBER",
+        help="Processes that read from a remote store, for each rank: auto; 0 for threads alone.",
+        show_default="auto",
     ),
 ]
 CacheDir = Annotated[
@@ -197,6 +215,18 @@ def _serve(
         bool,
         typer.Option("--language-only", help="Leave out the encoders of a multimodal model: text in, text out."),
     ] = False,
+    tp: Annotated[
+        int,
+        typer.Option(
+            "--tp",
+            "-tp",
+            "--tp-size",
+            "--tensor-parallel-size",
+            min=1,
+            max=64,
+            help="Processes of this machine that compute the model together; each has its part of every layer.",
+        ),
+    ] = 1,
     dtype: Annotated[str, typer.Option(help="What to compute in: auto, bfloat16, float16, float32.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to compute: auto, cpu, cuda, cuda:1.")] = "auto",
     trust_remote_code: Annotated[
@@ -236,6 +266,7 @@ def _serve(
     connections: Connections = None,
     memory_limit: MemoryLimit = None,
     bandwidth_limit: BandwidthLimit = None,
+    readers: Readers = None,
     cache_dir: CacheDir = None,
     no_progress: NoProgress = False,
     debug: Debug = False,
@@ -269,9 +300,15 @@ def _serve(
             load_stall_s=load_stall,
             drain_s=drain,
             max_waiting=max_waiting,
+            num_ranks=tp,
             snapshot=snapshot,
             settings=_settings(
-                connections, memory_limit, bandwidth_limit, no_progress=no_progress, cache_dir=cache_dir
+                connections,
+                memory_limit,
+                bandwidth_limit,
+                readers=readers,
+                no_progress=no_progress,
+                cache_dir=cache_dir,
             ),
         )
         raise SystemExit(serve(options))
@@ -315,6 +352,7 @@ def _load(
     connections: Connections = None,
     memory_limit: MemoryLimit = None,
     bandwidth_limit: BandwidthLimit = None,
+    readers: Readers = None,
     no_progress: NoProgress = False,
     debug: Debug = False,
 ) -> None:
@@ -325,7 +363,7 @@ def _load(
         wanted = LoadOptions(
             uri=uri,
             snapshot=snapshot,
-            settings=_settings(connections, memory_limit, bandwidth_limit, no_progress=no_progress),
+            settings=_settings(connections, memory_limit, bandwidth_limit, readers=readers, no_progress=no_progress),
             include=include or (),
             exclude=exclude or (),
             load_format=wanted_format,
@@ -458,12 +496,14 @@ def _settings(
     bandwidth_limit: int | None,
     *,
     no_progress: bool,
+    readers: int | str | None = None,
     cache_dir: Path | None = None,
 ) -> Settings:
     return Settings.from_environment(
         num_connections=connections,
         memory_limit_bytes=memory_limit,
         bandwidth_bytes_per_s=bandwidth_limit,
+        readers=readers,
         progress=False if no_progress else None,
         cache_dir=cache_dir,
     )

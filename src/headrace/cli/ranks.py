@@ -132,12 +132,12 @@ def _serve(
     except KeyboardInterrupt:
         return  # it goes to all of the terminal's processes, and the first one says so
     except BaseException as error:  # noqa: BLE001 (the parent raises it)
-        outcome = _sendable(error)
+        outcome = sendable(error)
     with contextlib.suppress(OSError):  # the parent has given up
         pipe.send(outcome)
 
 
-def _sendable(error: BaseException) -> BaseException:
+def sendable(error: BaseException) -> BaseException:
     """Return ``error`` without what only makes sense here, or one with its words where it is not one of ours."""
     if isinstance(error, HeadraceError):
         error.__cause__ = error.__context__ = None

@@ -7,15 +7,14 @@ import logging
 import os
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from headrace.cli.doctor import find_advice
+from headrace.cli.parallel import LocalRanks, find_place, follow_launched
+from headrace.cli.serve_model import DTYPES, dtype_name, load_served
 from headrace.errors import HeadraceError, InvalidSetting
 from headrace.progress import LoadProgress
 from headrace.serving.failure import TERMINATION_LOG, last_words, redact, write_termination_log
@@ -27,14 +26,10 @@ from headrace.settings import Settings
 from headrace.storage.revision import with_revision
 from headrace.storage.uri import Uri, parse_uri
 
-if TYPE_CHECKING:
-    from headrace.checkpoint import Checkpoint, SideFiles
-    from headrace.serving.backend import LoadedModel
-
 logger = logging.getLogger("headrace.serving")
 
-DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
-_DTYPE_SYNONYMS = {"half": "float16", "float": "float32", "double": "float64"}
+_PARALLEL_FAREWELL_S = 2.0
+"""How long a server that has lost a rank still answers 503, in seconds."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -82,6 +77,8 @@ class ServeOptions:
     """How long requests may go on after SIGTERM."""
     max_waiting: int = 128
     """Requests that may wait for their turn."""
+    num_ranks: int = 1
+    """Processes of this machine that compute the model together, each with its part of every layer."""
     termination_log: Path = TERMINATION_LOG
 
 
@@ -94,10 +91,19 @@ def serve(options: ServeOptions) -> int:
     """
     secrets = _secrets(options)
     configure_logging(secrets=secrets)
+    ranks: LocalRanks | None = None
     try:
-        outcome = _make_server(options).run()
+        if options.num_ranks > 1:
+            place = find_place(options.num_ranks, os.environ)
+            if place.rank:
+                follow_launched(place, options.device)
+            ranks = LocalRanks(place)
+            options = replace(options, settings=replace(options.settings, local_ranks=place.num_ranks))
+        outcome = _make_server(options, ranks).run()
     except HeadraceError as error:
         outcome = Outcome(exit_code=1, error=error)
+    if ranks is not None:
+        outcome = replace(outcome, lingering=not ranks.end() or outcome.lingering)
     return conclude(_with_advice(outcome, options), termination_log=options.termination_log, secrets=secrets)
 
 
@@ -130,9 +136,9 @@ def served_name(uri: Uri) -> str:
     return uri.name or uri.bucket or "model"
 
 
-def _make_server(options: ServeOptions) -> Server:
+def _make_server(options: ServeOptions, ranks: LocalRanks | None = None) -> Server:
     uri = with_revision(parse_uri(options.uri), options.revision)
-    if _DTYPE_SYNONYMS.get(options.dtype, options.dtype) not in DTYPES:
+    if dtype_name(options.dtype) not in DTYPES:
         raise InvalidSetting(f"--dtype {options.dtype!r} is not one.", f"Known are {', '.join(DTYPES)}.")
     if options.snapshot is not None and options.load_format == "dummy":
         raise InvalidSetting(
@@ -148,13 +154,48 @@ def _make_server(options: ServeOptions) -> Server:
         host=options.host,
         port=options.port,
         gate=GateSettings(api_key=options.api_key),
-        lifecycle=LifecycleSettings(
-            load_deadline_s=options.load_deadline_s, load_stall_s=options.load_stall_s, drain_s=options.drain_s
-        ),
+        lifecycle=_lifecycle(options),
     )
     if options.api_key is None and options.host not in _LOOPBACK:
         logger.warning("Anybody who reaches %s can use this model: no API key is set.", options.host)
+    if ranks is not None:
+        return Server(settings, _parallel_loader(uri, name, options, ranks))
     return Server(settings, _loader(uri, name, options))
+
+
+def _lifecycle(options: ServeOptions) -> LifecycleSettings:
+    settings = LifecycleSettings(
+        load_deadline_s=options.load_deadline_s, load_stall_s=options.load_stall_s, drain_s=options.drain_s
+    )
+    # Ranks that have lost one hold the memory of a model that nobody can use.
+    return settings if options.num_ranks == 1 else replace(settings, farewell_s=_PARALLEL_FAREWELL_S)
+
+
+def _parallel_loader(
+    uri: Uri, name: str, options: ServeOptions, ranks: LocalRanks
+) -> Callable[[LoadProgress, Metrics], Backend]:
+    """Return what loads the model on all ranks, of which this process is the first; see `_loader`."""
+
+    def load(progress: LoadProgress, metrics: Metrics) -> Backend:
+        from headrace.cli.token_ids import TokenIds
+        from headrace.serving.backend import make_backend
+        from headrace.serving.tokenizer import HubTokenizer
+
+        ranks.start(options)
+        loaded = ranks.during(lambda: load_served(uri, name, options, progress, ranks))
+        loaded = replace(loaded, report=ranks.wait_ready(loaded.report))
+        return make_backend(
+            loaded,
+            lambda loaded: (
+                ranks.make_engine(loaded),
+                HubTokenizer(loaded.tokenizer) if loaded.tokenizer is not None else TokenIds(),
+            ),
+            progress=progress,
+            metrics=metrics,
+            max_waiting=options.max_waiting,
+        )
+
+    return load
 
 
 def _loader(uri: Uri, name: str, options: ServeOptions) -> Callable[[LoadProgress, Metrics], Backend]:
@@ -171,7 +212,7 @@ def _loader(uri: Uri, name: str, options: ServeOptions) -> Callable[[LoadProgres
 
         num_threads = num_usable_cpus()
         torch.set_num_threads(num_threads)
-        loaded = _load_model(uri, name, options, progress)
+        loaded = load_served(uri, name, options, progress)
         return make_backend(
             loaded,
             lambda loaded: (
@@ -185,99 +226,6 @@ def _loader(uri: Uri, name: str, options: ServeOptions) -> Callable[[LoadProgres
         )
 
     return load
-
-
-def _load_model(uri: Uri, name: str, options: ServeOptions, progress: LoadProgress) -> LoadedModel:
-    import headrace
-    from headrace.checkpoint.sideopening import open_side_files
-    from headrace.engines.routing import UriKind, route
-    from headrace.serving.backend import LoadedModel
-    from headrace.streaming.formats import LoadFormat
-    from headrace.streaming.report import LoadReport
-
-    reports: list[LoadReport] = []
-    _check_device(options.device)
-    route(LoadFormat.parse(options.load_format), UriKind.of(uri))  # what can never be is said before anything is opened
-    source = uri.text or str(uri)
-    with ExitStack() as opened:
-        checkpoint = None
-        if options.load_format == LoadFormat.DUMMY:
-            side_files = opened.enter_context(open_side_files(source, settings=options.settings))
-        else:
-            checkpoint = opened.enter_context(
-                headrace.open(source, snapshot=options.snapshot, settings=options.settings, progress=progress)
-            )
-            side_files = checkpoint.side_files
-        with progress.during("side files"):
-            side_files.folder()  # once, here; whoever needs one of them after this gets the local folder
-        # Before the weights: what is wrong with it is known in a second.
-        tokenizer = _load_tokenizer(side_files, options)
-        model = headrace.load_model(
-            checkpoint or source,
-            load_format=options.load_format,
-            quantization=options.quantization,
-            calibration=options.calibration,
-            dequantize=options.dequantize,
-            weight_only=options.weight_only,
-            language_only=options.language_only,
-            extra_config=options.extra_config,
-            trust_remote_code=options.trust_remote_code,
-            settings=options.settings,
-            progress=progress,
-            on_report=reports.append,
-            **_placing(checkpoint, options),
-        )
-    return LoadedModel(model=model, tokenizer=tokenizer, name=name, report=reports[0] if reports else None)
-
-
-def _load_tokenizer(side_files: SideFiles, options: ServeOptions) -> Any:
-    """Return the tokenizer that was asked for: the model's, another uri's, or None."""
-    from headrace.checkpoint.sideopening import open_side_files
-    from headrace.engines.transformers import load_tokenizer
-
-    if options.skip_tokenizer_init:
-        return None
-    if options.tokenizer_path is None:
-        return load_tokenizer(side_files, trust_remote_code=options.trust_remote_code)
-    with open_side_files(options.tokenizer_path, settings=options.settings) as others:
-        return load_tokenizer(others, trust_remote_code=options.trust_remote_code)
-
-
-def _placing(checkpoint: Checkpoint | None, options: ServeOptions) -> dict[str, Any]:
-    """Return where the model goes and in which dtype, as ``from_pretrained`` takes it. Without weights ``auto`` is what config.json says."""
-    import torch
-
-    from headrace.serving.hardware import available_bytes, choose_cpu_dtype, product_seconds
-
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    dtype = _DTYPE_SYNONYMS.get(options.dtype, options.dtype)
-    if dtype == "auto" and device == "cpu" and checkpoint is not None:
-        stored: Counter[str] = Counter()
-        for entry in checkpoint.entries.values():
-            stored[entry.dtype] += entry.size_bytes
-        dtype = choose_cpu_dtype(stored, available=available_bytes(), seconds_of=product_seconds)
-        if dtype != "auto":
-            logger.info("Computing in %s: on this processor that is faster than the stored dtype.", dtype)
-    placing: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
-    if device != "cpu":
-        placing["device_map"] = {"": device}
-    return placing
-
-
-def _check_device(wanted: str) -> None:
-    """Raise `InvalidSetting` for a torch device that is not there: in a second, and not after the checkpoint has been opened."""
-    import torch
-
-    if wanted == "auto":
-        return
-    try:
-        torch.empty(1, device=wanted)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise InvalidSetting(
-            f"--device {wanted!r} cannot be used here.",
-            f"torch {torch.__version__} says: {str(error).splitlines()[0]}",
-            "Use cpu, or install the torch build for that device.",
-        ) from error
 
 
 def _secrets(options: ServeOptions) -> list[str]:

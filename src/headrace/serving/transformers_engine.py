@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from headrace.errors import MissingDependency, ServingError
+from headrace.errors import MissingDependency, RankFailed, ServingError
+from headrace.serving.decisions import Alone, Decision, Lead, Task
 from headrace.serving.engine import Finish, Generation, SamplingOptions, Step
 from headrace.serving.sampling import LogitsWatch, make_config, make_processors, take_defaults
 
@@ -35,9 +36,12 @@ _NO_LIMIT = 1 << 30
 
 
 class TransformersEngine:
-    """Continues prompts with ``model.generate`` in a thread of its own. Owns the model until `close`."""
+    """Continues prompts with ``model.generate`` in a thread of its own. Owns the model until `close`.
 
-    def __init__(self, model: Any, tokenizer: Any, *, num_threads: int | None = None) -> None:
+    ``lead`` is asked wherever ranks that compute the model together must go on alike.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, num_threads: int | None = None, lead: Lead | None = None) -> None:
         if not model.can_generate():
             raise ServingError(
                 f"{type(model).__name__} cannot generate text.",
@@ -55,6 +59,7 @@ class TransformersEngine:
         self._end_tokens = _end_tokens(model, tokenizer)
         self._defaults = take_defaults(model.generation_config)
         self._num_threads = num_threads
+        self._lead: Lead = lead or Alone()
         self.context_tokens = _context_tokens(model, tokenizer)
         self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         self.death: BaseException | None = None
@@ -62,7 +67,7 @@ class TransformersEngine:
         self._waiting: deque[Generation] = deque()
         self._current: Generation | None = None
         self._closed = False
-        self._hooks = [layer.register_forward_pre_hook(self._check_layer) for layer in _layers(model)]
+        self._hooks = [layer.register_forward_pre_hook(self._check_layer) for layer in layers_of(model)]
         self._thread = threading.Thread(target=self._work, name="headrace-generate", daemon=True)
         self._thread.start()
 
@@ -128,11 +133,11 @@ class TransformersEngine:
             try:
                 self._generate(self._current)
             except BaseException as error:  # noqa: BLE001  A thread has nobody to raise to.
-                self._die(error)
+                self.die(error)
                 return
 
     def _generate(self, generation: Generation) -> None:
-        """Run one generation. Its own failure is its reader's; only a failure of the device is raised."""
+        """Run one generation. Its own failure is its reader's; only one of the device is raised, and one that leaves other ranks behind."""
         failure: Exception | None = None
         try:
             with torch.inference_mode(), self._seeded(generation.options.seed):
@@ -140,7 +145,7 @@ class TransformersEngine:
         except _Stopped:
             pass
         except Exception as error:
-            if _is_fatal(error):
+            if _is_fatal(error) or not self._lead.is_in_step():
                 raise
             failure = error
         # Before the reader hears of the end: whoever counts then must not count it.
@@ -155,12 +160,15 @@ class TransformersEngine:
         options = generation.options
         watch, processors = make_processors(options, self._defaults, num_prompt=len(generation.prompt))
         prompt = torch.tensor([generation.prompt], device=self._model.device)
+        self._lead.begin(Task(generation.prompt, options.num_samples, options.max_tokens))
         self._model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             generation_config=make_config(options, self._defaults, end_tokens=self._end_tokens),
             logits_processor=LogitsProcessorList(processors),
-            stopping_criteria=StoppingCriteriaList([_TokenWatch(generation, watch, end_tokens=self._end_tokens)]),
+            stopping_criteria=StoppingCriteriaList(
+                [_TokenWatch(generation, watch, end_tokens=self._end_tokens, lead=self._lead)]
+            ),
         )
 
     def _seeded(self, seed: int | None) -> AbstractContextManager[Any]:
@@ -175,15 +183,25 @@ class TransformersEngine:
         A long prompt is one forward pass, of seconds or minutes on a CPU.
         """
         current = self._current
-        if current is not None and current.cancelled and threading.current_thread() is self._thread:
+        if current is None or threading.current_thread() is not self._thread:
+            return
+        if self._lead.at_layer(stop=current.cancelled):
             raise _Stopped
 
-    def _die(self, error: BaseException) -> None:
-        logger.critical("The engine died.", exc_info=error)
+    def die(self, error: BaseException) -> None:
+        """Generate never again, because of ``error``; who waits for an answer is told so. The first cause is kept. From any thread."""
         with self._lock:
+            if self.death is not None:
+                return
             self.death = error
-        aborted = ServingError("The engine died.", f"It died of {type(error).__name__}.")
-        self.abort_all(aborted)
+        if isinstance(error, RankFailed):
+            # No traceback: it would only show where this process waited.
+            why = f"{error.what} {error.why}".strip()
+            logger.critical("The engine died. %s", why)
+        else:
+            why = f"It died of {type(error).__name__}."
+            logger.critical("The engine died.", exc_info=error)
+        self.abort_all(ServingError("The engine died.", why))
         self._current = None
 
 
@@ -207,21 +225,25 @@ class _Seeded(AbstractContextManager[None]):
 class _TokenWatch(StoppingCriteria):  # type: ignore[misc]
     """Called after each token: hands it on, and says which samples are done."""
 
-    def __init__(self, generation: Generation, logits: LogitsWatch, *, end_tokens: Sequence[int]) -> None:
+    def __init__(self, generation: Generation, logits: LogitsWatch, *, end_tokens: Sequence[int], lead: Lead) -> None:
         self._generation = generation
         self._logits = logits
+        self._lead = lead
         self._end_tokens = frozenset(end_tokens)
         self._done = [False] * generation.options.num_samples
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **unused: Any) -> torch.Tensor:
+        tokens = tuple(input_ids[:, -1].tolist())
         if self._generation.cancelled:
+            self._lead.at_token(Decision(True, tokens, tuple(self._done)))
             raise _Stopped
         number = input_ids.shape[1] - len(self._generation.prompt)
         steps = []
-        for sample, token in enumerate(input_ids[:, -1].tolist()):
+        for sample, token in enumerate(tokens):
             if not self._done[sample]:
                 steps.append(self._step(sample, token, is_last=number >= self._generation.options.max_tokens))
                 self._done[sample] = steps[-1].finish is not None
+        self._lead.at_token(Decision(False, tokens, tuple(self._done)))
         self._generation.put(steps)
         return torch.tensor(self._done, device=input_ids.device)
 
@@ -255,7 +277,7 @@ def _context_tokens(model: Any, tokenizer: Any) -> int | None:
     return None
 
 
-def _layers(model: Any) -> list[Any]:
+def layers_of(model: Any) -> list[Any]:
     """Return the model's layers: the members of every list of modules that is not within another (a layer's experts
     are)."""
     outer: list[str] = []

@@ -13,9 +13,9 @@ from headrace.cli.values import LOAD_FORMATS
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        (["serve", "s3://b/m", "--tensor-parallel-size", "2"], "--tensor-parallel-size"),
-        (["serve", "s3://b/m", "--tp=2"], "--tp"),
-        (["serve", "s3://b/m", "-tp", "2"], "-tp"),
+        (["serve", "s3://b/m", "--pipeline-parallel-size", "2"], "--pipeline-parallel-size"),
+        (["serve", "s3://b/m", "--dp=2"], "--dp"),
+        (["serve", "s3://b/m", "-pp", "2"], "-pp"),
         (["serve", "--max-model-len", "4096", "m"], "--max-model-len"),
         (["serve", "m", "--max_model_len=4096"], "--max_model_len"),
         (["serve", "m", "--mem-fraction-static", "0.8"], "--mem-fraction-static"),
@@ -26,7 +26,7 @@ from headrace.cli.values import LOAD_FORMATS
         (["serve", "m", "-cc.mode=3"], "-cc.mode"),
         (["serve", "m", "-O3"], "-O3"),
         (["serve", "m", "--enable-http2"], "--enable-http2"),
-        (["serve", "m", "--port", "1", "--seed", "0", "--tp", "2"], "--seed"),
+        (["serve", "m", "--port", "1", "--seed", "0", "--pp", "2"], "--seed"),
     ],
 )
 def test_foreign_option_is_named(arguments: list[str], option: str) -> None:
@@ -40,8 +40,9 @@ def test_foreign_option_is_named(arguments: list[str], option: str) -> None:
     [
         [],
         ["serve", "s3://b/m", "--port", "1"],
-        ["load", "m", "--tp", "2"],
-        ["serve", "--", "--tp"],
+        ["load", "m", "--dp", "2"],
+        ["serve", "--", "--dp"],
+        ["serve", "m", "-tp", "2"],
         ["serve", "m", "--memory-limit", "-1"],
         ["serve", "m", "--tensor-paralel-size", "2"],
         ["serve", "m", "--no-progress"],
@@ -52,8 +53,8 @@ def test_others_pass(arguments: list[str]) -> None:
 
 
 def test_there_is_a_reason_where_one_helps() -> None:
-    told = find_foreign_option(["serve", "m", "--tp_size", "2"])
-    assert told is not None and told.endswith("from one process on one device so far.")
+    told = find_foreign_option(["serve", "m", "--dp_size", "2"])
+    assert told is not None and told.endswith("(--tp), and not otherwise so far.")
     assert set(REASONS) <= foreign_options()
 
 
@@ -71,7 +72,7 @@ def test_no_option_of_ours_is_called_foreign() -> None:
     [
         *("--model-path", "--load-format", "--model-loader-extra-config", "--quantization", "--dtype", "--device"),
         *("--revision", "--tokenizer-path", "--served-model-name", "--trust-remote-code", "--skip-tokenizer-init"),
-        *("--host", "--port", "--api-key"),
+        *("--host", "--port", "--api-key", "--tensor-parallel-size", "-tp", "--tp-size"),
     ],
 )
 def test_what_users_of_both_know_is_spelt_as_they_know_it(option: str) -> None:

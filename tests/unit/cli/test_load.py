@@ -91,6 +91,16 @@ def test_the_bandwidth_limit_arrives(
     assert seen[0].settings.transport.bandwidth_bytes_per_s == rate
 
 
+def test_who_reads_arrives_and_wins_over_the_variable(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[LoadOptions] = []
+    monkeypatch.setattr("headrace.cli.load.load", seen.append)
+    monkeypatch.setenv("HEADRACE_READERS", "7")
+    app(["load", str(checkpoint_folder)], standalone_mode=False)
+    app(["load", str(checkpoint_folder), "--readers", "3"], standalone_mode=False)
+    app(["load", str(checkpoint_folder), "--readers", "0"], standalone_mode=False)
+    assert [one.settings.transport.readers for one in seen] == [7, 3, 0]
+
+
 def test_globs_that_leave_nothing_are_an_error(checkpoint_folder: Path) -> None:
     with pytest.raises(InvalidSetting, match="No tensor is left"):
         load(LoadOptions(uri=str(checkpoint_folder), settings=SETTINGS, include=["weight"]))

@@ -64,7 +64,7 @@ def test_every_command_has_help(command: str) -> None:
         (["serve"], "URI"),
         (["serve", "s3://a/b", "--model-path", "s3://a/c"], "--model-path"),
         (["serve", "m", "--port", "99999"], "--port"),
-        (["serve", "m", "--tensor-parallel-size", "2"], "known to vLLM/SGLang, not supported yet by Headrace"),
+        (["serve", "m", "--pipeline-parallel-size", "2"], "known to vLLM/SGLang, not supported yet by Headrace"),
     ],
 )
 def test_wrong_command_line_exits_2(arguments: list[str], said: str) -> None:

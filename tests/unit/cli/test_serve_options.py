@@ -78,6 +78,20 @@ def test_snapshot_and_bandwidth_limit_arrive(typed: Any) -> None:
     assert (options.snapshot, options.settings.transport.bandwidth_bytes_per_s) == (None, 0)
 
 
+def test_who_reads_arrives(typed: Any) -> None:
+    assert typed("m", "--readers", "4")[0].settings.transport.readers == 4
+    assert typed("m", "--readers", "AUTO")[0].settings.transport.readers == "auto"
+    assert typed("m")[0].settings.transport.readers == "auto"
+
+
+@pytest.mark.parametrize("option", ["--tp", "-tp", "--tp-size", "--tp_size", "--tensor-parallel-size"])
+def test_the_number_of_ranks_arrives(typed: Any, option: str) -> None:
+    assert typed("m", option, "4")[0].num_ranks == 4
+    assert typed("m")[0].num_ranks == 1
+    options, code, output = typed("m", option, "0")
+    assert options is None and code == 2 and "greater than or equal to 1" in output
+
+
 def test_short_and_other_spellings(typed: Any) -> None:
     options, _, _ = typed("--model", "m", "-q", "fp8", "--tokenizer", "t", "--dtype", "float")
     assert (options.uri, options.quantization, options.tokenizer_path, options.dtype) == ("m", "fp8", "t", "float")
@@ -104,6 +118,8 @@ def test_an_option_of_its_own_wins_over_the_extra_configuration(typed: Any) -> N
         (["--model-loader-extra-config", "3"], "is not a JSON object"),
         (["--tokenizer-pth", "t"], "No such option"),
         (["--bandwidth-limit", "fast"], "'fast' is not a size"),
+        (["--readers", "many"], "'many' is neither auto nor a number of processes"),
+        (["--readers", "-1"], "'-1' is neither auto nor a number of processes"),
     ],
 )
 def test_what_is_no_value_exits_2(typed: Any, arguments: list[str], said: str) -> None:

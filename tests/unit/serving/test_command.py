@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from headrace.checkpoint import Entry
 from headrace.cli import serve as command
+from headrace.cli import serve_model
 from headrace.cli.serve import ServeOptions, conclude, serve, served_name
 from headrace.serving.lifecycle import Outcome
 from headrace.storage.uri import parse_uri
@@ -75,7 +77,15 @@ def test_where_the_model_goes(
     monkeypatch: pytest.MonkeyPatch, dtype: str, device: str, expected: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("headrace.serving.hardware.product_seconds", lambda dtype: 1.0 if dtype == "float32" else 7.0)
-    assert command._placing(checkpoint_of("BF16"), ServeOptions(uri="x", dtype=dtype, device=device)) == expected
+    options = ServeOptions(uri="x", dtype=dtype, device=device)
+    options = replace(options, dtype=serve_model._choose_dtype(checkpoint_of("BF16"), options))
+    assert serve_model._placing(options) == expected
+
+
+def test_ranks_have_devices_of_their_own() -> None:
+    assert serve_model._placing(ServeOptions(uri="x", dtype="float16", device="cuda", num_ranks=2)) == {
+        "dtype": torch.float16
+    }
 
 
 @pytest.mark.parametrize(
@@ -101,6 +111,16 @@ def test_what_cannot_be_served_is_said_and_is_a_1(
     assert serve(ServeOptions(**options, termination_log=log)) == 1
     assert words in log.read_text()
     assert capsys.readouterr().err.endswith(log.read_text() + "\n")
+
+
+def test_ranks_that_a_launcher_did_not_start_are_said_and_are_a_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "configure_logging", lambda **_: None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert serve(ServeOptions(uri="/absent", num_ranks=2, termination_log=tmp_path / "none")) == 1
+    assert "rank 0 of 4" in capsys.readouterr().err
 
 
 def test_a_clean_end_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
