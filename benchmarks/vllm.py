@@ -7,7 +7,7 @@
     …                                          --folder MODEL                                       # another model
 
 Every measurement is a fresh server, the loaders alternate, and all load the same bf16 Llama. ``headrace`` and the built-in ``runai_streamer`` load it from SeaweedFS on loopback
-(signed), the other two from the disk's page cache. A plug-in of this benchmark's own, in a folder for each run, times ``load_weights`` of whichever loader vLLM picks, and notes the
+(signed), the others from the disk's page cache. A plug-in of this benchmark's own, in a folder for each run, times ``load_weights`` of whichever loader vLLM picks, and notes the
 memory of the process that loads before and after. Ready is when ``/health`` answers. The ledger's phases are the times at which vLLM's log says certain lines.
 """
 
@@ -73,6 +73,7 @@ SUBJECTS = {
     "headrace": "Headrace, from S3",
     "runai": "built-in runai_streamer, from S3",
     "headrace-disk": "Headrace, from a disk",
+    "runai-disk": "built-in runai_streamer, from a disk",
     "disk": "vLLM's default loader, from a disk",
 }
 # What vLLM 0.32's log says when a phase ends; the last one is ours. A phase is the time since the one before.
@@ -287,6 +288,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, list[Start]]
             "headrace": (uri, {"PYTHONPATH": ours, "HEADRACE_VLLM": "1"}, []),
             "runai": (uri, {"PYTHONPATH": theirs}, ["--load-format", "runai_streamer"]),
             "headrace-disk": (str(folder), {"PYTHONPATH": ours}, ["--load-format", "headrace"]),
+            "runai-disk": (str(folder), {"PYTHONPATH": theirs}, ["--load-format", "runai_streamer"]),
             "disk": (str(folder), {"PYTHONPATH": theirs}, []),
         }
         # Not counted: it fills the page cache, and vLLM keeps what it learns about model classes.
