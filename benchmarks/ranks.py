@@ -116,6 +116,10 @@ def run_rounds(uri: str, environment: dict[str, str], rounds: int, sent: Any) ->
             before = sent()
             command = [sys.executable, __file__, "--measure", subject, "--source", uri]
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+            if done.returncode and subject.startswith("runai"):
+                last = done.stderr.strip().splitlines()[-1]
+                print(f"round {number + 1} {subject:12} failed: {last}", file=sys.stderr)
+                continue
             if done.returncode:
                 raise SystemExit(f"{subject} failed:\n{done.stderr[-3000:]}")
             result = json.loads(done.stdout.splitlines()[-1])
@@ -137,6 +141,9 @@ def table(figures: dict[str, list[dict[str, Any]]], source: str, num_bytes: int)
         "|---|---|---|---|---|",
     ]
     for subject, results in figures.items():
+        if not results:
+            lines.append(f"| {SUBJECTS[subject][0]} | failed in every round | – | – | – |")
+            continue
         seconds = statistics.median(one["seconds"] for one in results)
         low, high = min(one["seconds"] for one in results), max(one["seconds"] for one in results)
         cpu_s = statistics.median(one["cpu_s"] for one in results)
