@@ -45,7 +45,9 @@ class Taken:
         with (self._folder / entry.file).open("rb") as file:
             file.seek(entry.start)
             raw = bytearray(file.read(entry.size_bytes))
-        return torch.frombuffer(raw, dtype=torch.uint8).view(torch_dtype(entry)).view(torch_shape(entry))
+        # As tensors that share memory with others: not at the start of it.
+        shared = torch.cat([torch.zeros(64, dtype=torch.uint8), torch.frombuffer(raw, dtype=torch.uint8)])
+        return shared[64:].view(torch_dtype(entry)).view(torch_shape(entry))
 
 
 def expansions(folder: Any) -> list[Expansion]:

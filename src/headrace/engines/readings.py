@@ -173,7 +173,7 @@ class _Cut:
     def bounds(self, role: Role) -> Bounds:
         """Return what must be read of the whole part: the part where that is a slice of it, else all."""
         whole, part = self.whole[role], self.slice.parts[role]
-        if role in self.repacked or part.dim() != whole.dim() or part.stride() != whole.stride():
+        if not self._is_slice(role):
             return tuple((0, size) for size in whole.shape)
         rest, bounds = int(part.storage_offset()), []
         for size, stride in zip(part.shape, whole.stride(), strict=True):
@@ -188,14 +188,19 @@ class _Cut:
             if role in self.repacked:
                 continue
             values = found[role]
-            is_part = values.shape == part.shape
-            parts[role] = values if is_part else values.as_strided(part.shape, part.stride(), part.storage_offset())
+            start = values.storage_offset() + part.storage_offset()
+            parts[role] = values if self._is_slice(role) else values.as_strided(part.shape, part.stride(), start)
         if self.repacked:
             anew = self._slice(
                 {role: found[role] if role in self.repacked else self.whole[role] for role in self.whole}
             )
             parts |= {role: anew.parts[role] for role in self.repacked}
         return parts
+
+    def _is_slice(self, role: Role) -> bool:
+        """Say whether a part is cut out of the whole one along its dimensions, or is that; another view of it is not."""
+        whole, part = self.whole[role], self.slice.parts[role]
+        return role not in self.repacked and part.stride() == whole.stride()
 
     def _slice(self, parts: Mapping[Role, torch.Tensor]) -> WeightSlice:
         if (self.rows, self.columns) == ((0, self.shape[0]), (0, self.shape[1])):
