@@ -114,7 +114,7 @@ def load_model(
     request = LoaderRequest(load_format=LoadFormat.parse(load_format), uri_kind=kind, quantization=quantization)
     route(request.load_format, kind)  # what can never be is said before anything is opened
     extra = parse_extra_config(extra_config)
-    link = link_for(request.load_format, extra, distributed, process_group)
+    link = link_for(request.load_format, extra, distributed, process_group, scope)
     settings = extra.applied_to(settings or Settings.from_environment())
     progress = progress or LoadProgress()
     wishes = ModelWishes(

@@ -20,7 +20,7 @@ from headrace.streaming.leases import OnBudget
 from headrace.streaming.lockstep import Lockstep
 from headrace.streaming.opening import open_source
 from headrace.streaming.processgroup import Distributed, RankLink, find_link
-from headrace.streaming.ranks import DistributedStream, Scope
+from headrace.streaming.ranks import DistributedStream, Scope, check_scope
 from headrace.streaming.report import LoadReport
 from headrace.streaming.room import Ownership
 from headrace.streaming.selection import Wanted, select_entries
@@ -91,7 +91,7 @@ def stream(
     load_format, extra = LoadFormat.parse(load_format), parse_extra_config(extra_config)
     settings = extra.applied_to(settings or Settings.from_environment())
     progress = progress or LoadProgress()
-    link = link_for(load_format, extra, distributed, process_group)
+    link = link_for(load_format, extra, distributed, process_group, scope)
 
     def prepare() -> _Opened:
         options = StreamOptions(ownership=ownership, on_budget=on_budget, device=device, raw=raw)
@@ -154,9 +154,14 @@ def _stream(
 
 
 def link_for(
-    load_format: LoadFormat, extra: ExtraConfig, distributed: Distributed, process_group: dist.ProcessGroup | None
+    load_format: LoadFormat,
+    extra: ExtraConfig,
+    distributed: Distributed,
+    process_group: dist.ProcessGroup | None,
+    scope: Scope,
 ) -> RankLink | None:
     """Return the link to the ranks that share a load, None where this process loads alone; what the keyword leaves open the extra config says."""
+    check_scope(scope)
     if load_format in (LoadFormat.AUTO, LoadFormat.HEADRACE):
         shares = extra.distributed if distributed == "auto" and extra.distributed is not None else distributed
         return find_link(shares, process_group)
@@ -196,7 +201,7 @@ def load_state_dict(
     progress = LoadProgress()
     target = torch.device(device)
     ownership: Ownership = "owned" if target.type == "cpu" else "leased"
-    link = link_for(load_format, extra, distributed, process_group)
+    link = link_for(load_format, extra, distributed, process_group, scope)
     with ProgressDisplay(progress, enabled=settings.progress and (link is None or link.rank == 0)):
         tensors = stream(
             source,

@@ -37,6 +37,12 @@ Scope = Literal["node", "group"]
 """Among whom every byte is read once: the ranks of the group on each machine, or the whole group."""
 
 
+def check_scope(scope: Scope) -> None:
+    """Raise `InvalidSetting` for what is no scope."""
+    if scope not in ("node", "group"):
+        raise InvalidSetting(f"scope is {scope!r}.", "It must be node or group.")
+
+
 class DistributedStream:
     """Streams ``entries`` of ``checkpoint`` to every rank of a group; used as `TensorStream` is, by all ranks in the same way.
 
@@ -248,8 +254,7 @@ class DistributedStream:
     def _choose_blocks(self, exchange: Exchange, scope: Scope, memory: Memory | None) -> SharedBlocks | OwnBlocks:
         if exchange not in ("auto", "shared", "broadcast"):
             raise InvalidSetting(f"exchange is {exchange!r}.", "It must be auto, shared or broadcast.")
-        if scope not in ("node", "group"):
-            raise InvalidSetting(f"scope is {scope!r}.", "It must be node or group.")
+        check_scope(scope)
         everybody = tuple(range(self._lockstep.link.num_ranks))
         neighbours = self._agreement.neighbours(self._lockstep.link.rank)
         is_one_host = neighbours == everybody

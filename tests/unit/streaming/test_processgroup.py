@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import headrace
 from headrace.errors import InvalidSetting
 from headrace.streaming.processgroup import find_link
 
@@ -69,3 +71,9 @@ def test_a_group_that_moves_bytes_on_no_known_device_is_refused(group: dict[str,
     group["backends"] = "xpu:ccl"
     with pytest.raises(InvalidSetting, match="xpu:ccl"):
         find_link("auto", GIVEN)
+
+
+@pytest.mark.parametrize("load", [headrace.stream, headrace.load_state_dict, headrace.load_model])
+def test_a_scope_that_is_none_is_refused_where_a_process_loads_alone(load: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidSetting, match="scope is 'nodes'"):
+        load(tmp_path, scope="nodes")
