@@ -85,10 +85,10 @@ def parallel_options(options: ServeOptions) -> dict[str, Any]:
 
 def threads_of_rank(num_ranks: int, environment: Mapping[str, str]) -> int:
     """Return how many threads a rank computes with: its share of the CPUs, at least one, unless OMP_NUM_THREADS says how many."""
-    from headrace.serving.hardware import num_usable_cpus
+    from headrace.serving.hardware import num_compute_threads
 
     said = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    return int(said) if said.isdigit() and int(said) else max(1, num_usable_cpus() // num_ranks)
+    return int(said) if said.isdigit() and int(said) else num_compute_threads(num_ranks=num_ranks)
 
 
 class LocalRanks:

@@ -207,10 +207,10 @@ def _loader(uri: Uri, name: str, options: ServeOptions) -> Callable[[LoadProgres
 
         from headrace.cli.token_ids import TokenIds
         from headrace.serving.backend import make_backend, make_transformers_engine
-        from headrace.serving.hardware import num_usable_cpus
+        from headrace.serving.hardware import num_compute_threads
         from headrace.serving.transformers_engine import TransformersEngine
 
-        num_threads = num_usable_cpus()
+        num_threads = num_compute_threads()
         torch.set_num_threads(num_threads)
         loaded = load_served(uri, name, options, progress)
         return make_backend(

@@ -1,44 +1,28 @@
-"""What the machine is good at: how many threads it has for us, and which dtype its processor multiplies fastest.
+"""What the machine is good at: how many threads a model computes with on it, and which dtype its processor multiplies fastest.
 
 Measures; changes nothing.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from headrace.transport import usable_processors
 
 CGROUP = Path("/sys/fs/cgroup")
 _PROBE_SIZE = 2048
 _PROBE_ROUNDS = 9
 
 
-def num_usable_cpus(*, cgroup: Path = CGROUP) -> int:
-    """Return how many CPUs this process may keep busy: those it may run on, held to the container's quota.
+def num_compute_threads(*, num_ranks: int = 1, processors: Callable[[], float] = usable_processors) -> int:
+    """Return how many threads each of ``num_ranks`` processes computes with, at least one; ``processors`` says how many there are for all of them.
 
-    Torch counts the host's. In a container with a quota of two CPUs on a host of 64, its 64 threads spend their time
-    waiting for each other.
+    Torch counts the host's. In a container with a quota of two on a host of 64, its 64 threads spend their time waiting for each other.
+    Rounded down for the same reason: the threads of a product end together, and one for which only a part of a processor is left keeps the others waiting.
     """
-    usable = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota(cgroup)
-    return usable if quota is None else max(1, min(usable, int(quota)))
-
-
-def _cgroup_quota(cgroup: Path) -> float | None:
-    """Return the CPUs that the container may use: version 2 (``cpu.max``), else version 1; None for no limit."""
-    try:
-        text = (cgroup / "cpu.max").read_text().split()
-        return None if text[0] == "max" else int(text[0]) / int(text[1])
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        quota = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
-        period = int((cgroup / "cpu/cpu.cfs_period_us").read_text())
-        return quota / period if quota > 0 and period > 0 else None
-    except (OSError, ValueError):
-        return None
+    return max(1, int(processors() / num_ranks))
 
 
 def available_bytes(*, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int | None:

@@ -8,6 +8,7 @@ queue and is exempt from the budget, so that no order of consumption can deadloc
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -131,7 +132,8 @@ def readers_for(checkpoint: Checkpoint, num_bytes: int, settings: Settings) -> R
         endpoint=store.endpoint,
         is_local=is_local(store),
         num_bytes=num_bytes,
-        num_processors=usable_processors() // settings.local_ranks,
+        # Rounded up: readers wait for the network most of the time, so that each has use for a part of a processor.
+        num_processors=math.ceil(usable_processors()) // settings.local_ranks,
     )
     return choose_readers(settings.rank_transport, given)
 

@@ -1,4 +1,4 @@
-"""How many processors this process may use: those that it may be scheduled on, and no more than the quota of its cgroups (v2 or v1)."""
+"""How many processors this process may use: those that it may be scheduled on, and no more than the quota of its cgroups (v2 or v1). Does not know what for."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+_OF_ROOT = ("0::/", "0:cpu:/")
+"""What is looked at where the system does not say which cgroups are ours: those at the root, which are a container's own."""
 
-def usable_processors(root: Path = Path("/")) -> int:
-    """Return the number of processors, at least 1. ``root`` is where ``proc`` and ``sys`` are."""
+
+def usable_processors(root: Path = Path("/")) -> float:
+    """Return the number of processors, more than 0; a quota may come to a part of one, and how to round that is the caller's to say.
+
+    ``root`` is where ``proc`` and ``sys`` are. A cgroup and all above it count, as each is held to its own quota.
+    """
     found = float(len(os.sched_getaffinity(0)))
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        lines = []
+        lines = list(_OF_ROOT)
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             found = min(found, _least_quota(root / "sys/fs/cgroup", path, _quota_v2))
         elif "cpu" in controllers.split(","):
             found = min(found, _least_quota(root / "sys/fs/cgroup/cpu", path, _quota_v1))
-    return max(1, math.ceil(found))
+    return found
 
 
 def _least_quota(base: Path, path: str, quota_of: Callable[[Path], float]) -> float:
@@ -33,9 +39,9 @@ def _least_quota(base: Path, path: str, quota_of: Callable[[Path], float]) -> fl
 def _quota_v2(folder: Path) -> float:
     try:
         quota, period = (folder / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else _quotient(int(quota), int(period))
     except (OSError, ValueError):
         return math.inf
-    return math.inf if quota == "max" else int(quota) / int(period)
 
 
 def _quota_v1(folder: Path) -> float:
@@ -43,4 +49,9 @@ def _quota_v1(folder: Path) -> float:
         quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
     except (OSError, ValueError):
         return math.inf
-    return math.inf if quota < 0 else quota / period
+    return _quotient(quota, period)
+
+
+def _quotient(quota: int, period: int) -> float:
+    """Return the processors of a quota in each period; without one (v1 says -1) all."""
+    return quota / period if quota > 0 and period > 0 else math.inf

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from headrace.serving.hardware import available_bytes, choose_cpu_dtype, num_usable_cpus, product_seconds
+from headrace.serving.hardware import available_bytes, choose_cpu_dtype, num_compute_threads, product_seconds
+from headrace.transport import usable_processors
 
 GIB = 1 << 30
 
 
-def test_the_containers_quota_counts(tmp_path: Path) -> None:
-    machine = len(os.sched_getaffinity(0))
-    assert num_usable_cpus(cgroup=tmp_path) == machine
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert num_usable_cpus(cgroup=tmp_path) == machine
-    (tmp_path / "cpu.max").write_text("100000 100000\n")
-    assert num_usable_cpus(cgroup=tmp_path) == 1
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert num_usable_cpus(cgroup=tmp_path) == 1  # half a CPU is one thread
-    (tmp_path / "cpu.max").write_text("garbage")
-    assert num_usable_cpus(cgroup=tmp_path) == machine
+@pytest.mark.parametrize(
+    ("processors", "num_ranks", "expected"),
+    [(16.0, 1, 16), (2.9, 1, 2), (0.5, 1, 1), (7.0, 2, 3), (7.5, 8, 1), (1.0, 4, 1)],
+)
+def test_threads_are_no_more_than_the_processors(processors: float, num_ranks: int, expected: int) -> None:
+    assert num_compute_threads(num_ranks=num_ranks, processors=lambda: processors) == expected
 
 
-def test_the_older_kind_of_quota_counts_too(tmp_path: Path) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("100000\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert num_usable_cpus(cgroup=tmp_path) == 1
+def test_a_quota_above_the_process_holds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod/container\n")
+    (tmp_path / "sys/fs/cgroup/pod").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/pod/cpu.max").write_text("290000 100000\n")
+    assert num_compute_threads(processors=partial(usable_processors, tmp_path)) == 2
 
 
 def test_memory_is_what_the_container_has_left(tmp_path: Path) -> None:

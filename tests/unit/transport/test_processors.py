@@ -28,11 +28,14 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({}, 16),
         ({"proc/self/cgroup": "0::/a/b\n"}, 16),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 16),
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "250000 100000\n"}, 3),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "250000 100000\n"}, 2.5),
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "400000 100000\n"}, 4),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 0.5),
         ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "9900000 100000\n"}, 16),
         ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "what\n"}, 16),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "much 100000\n"}, 16),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "100000 0\n"}, 16),
+        ({"sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
         (
             {
                 "proc/self/cgroup": "4:memory:/a\n3:cpu,cpuacct:/a\n",
@@ -43,7 +46,8 @@ def write(root: Path, files: dict[str, str]) -> Path:
             },
             6,
         ),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "250000\n", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 2.5),
     ],
 )
-def test_the_least_of_affinity_and_quotas_counts(tmp_path: Path, files: dict[str, str], number: int) -> None:
+def test_the_least_of_affinity_and_quotas_counts(tmp_path: Path, files: dict[str, str], number: float) -> None:
     assert usable_processors(write(tmp_path, files)) == number
