@@ -170,6 +170,19 @@ class RankFailed(StreamError):
         self.args = (what, why, mend, rank)  # what an unpickled copy is made of
 
 
+def distance_from_cause(rank: int, error: BaseException) -> int:
+    """Return how far ``error``, which is what ``rank`` came to, is from what began the failure of a group; of several, the one with the least says most. Pure.
+
+    An error that teaches is a cause, and so is that the rank itself ended without a word. What another library raises may come of that: a connection that its peer has closed.
+    A rank's word on another says less than the other's own, and least where it cannot name it.
+    """
+    if isinstance(error, RankFailed):
+        if error.rank == rank:
+            return 1
+        return 3 if error.rank >= 0 else 4
+    return 0 if isinstance(error, HeadraceError) else 2
+
+
 class ModelError(HeadraceError):
     """The checkpoint and the model do not fit."""
 

@@ -24,6 +24,18 @@ def test_empty_parts_leave_no_trace() -> None:
     assert str(errors.StreamClosed("It is closed.")) == "It is closed."
 
 
+def test_of_several_failures_the_cause_is_nearest() -> None:
+    outcomes = [
+        (0, errors.ObjectNotFound("Its own, which teaches.")),
+        (1, errors.RankFailed("Rank 1 ended without a word.", rank=1)),
+        (2, RuntimeError("Connection closed by peer")),
+        (3, errors.RankFailed("Rank 0 failed while loading weights.", rank=0)),
+        (4, errors.RankFailed("A rank of the group vanished while loading weights.")),
+    ]
+    distances = [errors.distance_from_cause(rank, error) for rank, error in outcomes]
+    assert distances == sorted(set(distances)) and distances[0] == 0
+
+
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
     drawn: list[tuple[int, str]] = []
     for line in (errors.__doc__ or "").splitlines():

@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.errors import HeadraceError, RankFailed
+from headrace.errors import HeadraceError, RankFailed, distance_from_cause
 
 T = TypeVar("T")
 
@@ -29,8 +29,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 def on_ranks(num_ranks: int, work: Callable[..., T], *arguments: Any) -> list[T]:
     """Return, by rank, what ``work(*arguments)`` returned; it and they must be such as pickle can send, the work a function of a module.
 
-    Raises what began it, where several failed: an error that teaches, then `RankFailed` for a rank that ended without a word, then what another library raised, as it does where
-    one of its peers is gone, then a rank's word on another.
+    Raises what began it, where several failed; see `headrace.errors.distance_from_cause`.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="headrace-ranks-") as folder:
@@ -52,14 +51,8 @@ def on_ranks(num_ranks: int, work: Callable[..., T], *arguments: Any) -> list[T]
                 pipe.close()
     errors = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, BaseException)}
     if errors:
-        raise errors[min(errors, key=lambda rank: _distance_from_cause(rank, errors[rank]))]
+        raise errors[min(errors, key=lambda rank: distance_from_cause(rank, errors[rank]))]
     return outcomes
-
-
-def _distance_from_cause(rank: int, error: BaseException) -> int:
-    if isinstance(error, RankFailed):
-        return 1 if error.rank == rank else 3
-    return 0 if isinstance(error, HeadraceError) else 2
 
 
 def _collect(pipes: list[Connection], processes: list[SpawnProcess]) -> list[Any]:

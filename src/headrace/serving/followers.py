@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from headrace.errors import HeadraceError, RankFailed
+from headrace.errors import RankFailed, distance_from_cause
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class Followers:
             if self.death is not None:
                 self.has_left_work = not self._changed.wait_for(lambda: bool(outcome or errors), _GRACE_S)
         if errors:
-            if _distance_from_cause(errors[0]):
+            if distance_from_cause(0, errors[0]):
                 self.wait_for_death()
             raise self.cause(errors[0])
         if self.death is not None:
@@ -123,11 +123,12 @@ class Followers:
         return outcome[0]
 
     def cause(self, error: BaseException) -> BaseException:
-        """Return, of ``error`` and of all that the ranks said, what the others follow from: an error that a rank raised itself rather than its word on another's."""
+        """Return, of ``error``, which is rank 0's, and of all that the others came to, what the rest follows from; see `headrace.errors.distance_from_cause`."""
         with self._changed:
-            told = [self._errors[rank] for rank in sorted(self._errors)]
-            death = [self.death] if self.death is not None else []
-        return min((error, *told, *death), key=_distance_from_cause)
+            outcomes = [(0, error), *sorted(self._errors.items(), key=lambda told: told[0])]
+            if self.death is not None and self.death.rank not in self._errors:
+                outcomes.append((self.death.rank, self.death))
+        return min(outcomes, key=lambda outcome: distance_from_cause(*outcome))[1]
 
     def end(self, *, at_once: bool = False) -> None:
         """Let all ranks end: when they have heard of it, or ``at_once`` where they may be stuck. May be called twice."""
@@ -196,9 +197,3 @@ def _vanished(rank: int, how: str) -> RankFailed:
 
 def _failed(rank: int, error: BaseException) -> RankFailed:
     return RankFailed(f"Rank {rank} failed.", f"{type(error).__name__}: {error}", "", rank)
-
-
-def _distance_from_cause(error: BaseException) -> int:
-    if isinstance(error, RankFailed):
-        return 2 if error.rank >= 0 else 3
-    return 0 if isinstance(error, HeadraceError) else 1

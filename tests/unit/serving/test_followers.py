@@ -97,6 +97,23 @@ def test_of_several_failures_the_cause_is_raised(others: Others, own: Exception,
     assert str(caught.value) == expected
 
 
+def test_a_rank_that_is_gone_is_named_rather_than_what_a_library_says_of_it(others: Others) -> None:
+    def fail() -> None:
+        others.ends[1].close()
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RankFailed, match="Rank 1 ended without a word") as caught:
+        others.followers.during(fail)
+    assert caught.value.why == KILLED
+
+
+def test_what_a_rank_raised_is_said_rather_than_that_it_failed(others: Others) -> None:
+    others.ends[1].send(Failed(RuntimeError("ValueError: of another library")))
+    others.ends[1].close()
+    with pytest.raises(RuntimeError, match=r"^ValueError: of another library$"):
+        others.followers.wait_ready()
+
+
 def test_work_that_waits_for_a_rank_that_is_gone_is_left(others: Others) -> None:
     release = threading.Event()
     threading.Timer(0.1, others.ends[1].close).start()
