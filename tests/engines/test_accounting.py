@@ -333,10 +333,11 @@ def test_scales_of_keys_and_values_arrive_under_every_spelling(
     assert "scales of keys" not in caplog.text.lower()
 
 
+@pytest.mark.parametrize("owner", ["model.layers.0.attention", "model.layers.0.mlp", "model.layers.0", "model.norm"])
 def test_a_scale_that_nothing_takes_is_named(
-    copied: Saved, taken: Counter[str], caplog: pytest.LogCaptureFixture
+    owner: str, copied: Saved, taken: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, loose = copied("llama"), "model.layers.0.attention.k_scale"
+    folder, loose = copied("llama"), f"{owner}.k_scale"
 
     def change(tensors: Tensors) -> None:
         pack(ModeloptFp8(), tensors, "model.layers.0.self_attn.k_proj")
@@ -352,6 +353,21 @@ def test_a_scale_that_nothing_takes_is_named(
     assert any(loose in warning for warning in warnings)
     assert "scales that nothing uses (1 tensors, 4 B)" in caplog.text
     assert loose not in taken
+
+
+def test_a_scale_of_what_another_module_gives_is_refused_by_name(copied: Saved, taken: Counter[str]) -> None:
+    """No scale of keys and values, though it is called like one: some files round the outputs of any layer."""
+    folder, loose = copied("llama"), "model.layers.0.mlp.gate_proj.output_scale"
+
+    def change(tensors: Tensors) -> None:
+        pack(ModeloptFp8(), tensors, "model.layers.0.mlp.gate_proj")
+        tensors[loose] = torch.tensor(0.03)
+
+    rewrite(folder, change)
+    edit_config(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]})
+    with pytest.raises(PlacementError, match=f"unexpected.*{re.escape(loose)}"):
+        load(folder)
+    assert not taken
 
 
 # -- experts under other names

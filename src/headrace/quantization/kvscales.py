@@ -1,8 +1,9 @@
 """How keys and values are to be cached: what a configuration says of it, and the scales that the files hold, under any of the names that they have had.
 
-Of one attention module ``…self_attn``: ``k_scale`` and ``v_scale`` on it (compressed-tensors, vLLM); on its projections, ``k_proj.k_scale`` and ``v_proj.v_scale`` (ModelOpt; on
-latent attention too, which has no such projections), ``qkv_proj.k_scale``, ``attn.k_scale``; ``k_proj.output_scale`` (older compressed-tensors); and one ``kv_scale`` for both
-(AutoFP8). Where several are there, the first in this order counts.
+Of one attention module ``…self_attn`` (``…mixer``, ``…attn``): ``k_scale`` and ``v_scale`` on it (compressed-tensors, vLLM); on its projections, ``k_proj.k_scale`` and ``v_proj.v_scale``
+(ModelOpt; on latent attention too, which has no such projections), ``qkv_proj.k_scale``, ``attn.k_scale``; ``k_proj.output_scale`` (older compressed-tensors, Quark); and one ``kv_scale``
+for both (AutoFP8). Where several are there, the first in this order counts. What bears such a name anywhere else is no scale of keys and values, and is named as unused; but for
+``output_scale``, which a parameter of any module may be called: whether the model has one is the placement's to say.
 
 Whether keys and values are rounded is for the configuration to say: a scale that nothing asks for is left alone, and named in a warning. Only ``quant_method: fp8`` has no
 standard key for it, so that there a scale is the statement.
@@ -36,6 +37,9 @@ _HOLDERS = ("k_proj", "v_proj", "qkv_proj", "attn")
 _PROJECTIONS = frozenset(
     {"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
 )
+"""Parts that only attention has."""
+_ATTENTION_WORDS = ("attn", "attention")
+"""One of them is in the name of an attention module whose projections are called otherwise (``Wqkv``, ``query_key_value``, ``wq``)."""
 _KEY, _VALUE, _BOTH = "k", "v", "kv"
 _ORDER = (
     ("", "k_scale", _KEY),
@@ -67,7 +71,9 @@ def find_kv(
     """
     sections = list(sections)
     split = [name.rpartition(".") for name in modules]
-    found, unused = _by_attention(scales, frozenset(parent for parent, _, _ in split))
+    attentions = dict.fromkeys(parent for parent, _, last in split if last in _PROJECTIONS)
+    named = (parent for parent, _, _ in split if parent.rpartition(".")[2].endswith(_ATTENTION_WORDS))
+    found, unused = _by_attention(scales, frozenset((*attentions, *named)))
     asked = next((format for section in sections if (format := declared_format(section)) is not None), None)
     if asked is None and found and sections and sections[0].method == "fp8":
         asked = "e4m3"
@@ -83,7 +89,6 @@ def find_kv(
         findings.add("Scales of keys and values that no attention module takes are not used", *unused)
     # Towers have attention as well, and are not meant: only layers of the same names are.
     alike = {_NUMBER.sub("0", name) for name in found}
-    attentions = dict.fromkeys(parent for parent, _, last in split if last in _PROJECTIONS)
     bare = [name for name in attentions if name not in found and _NUMBER.sub("0", name) in alike]
     if bare:
         findings.add(
@@ -144,18 +149,18 @@ def _format_of_outputs(section: QuantizationSection) -> str | None:
 
 
 def _by_attention(
-    scales: Iterable[Entry], owners: frozenset[str]
+    scales: Iterable[Entry], attentions: frozenset[str]
 ) -> tuple[dict[str, tuple[Entry | None, Entry | None]], list[str]]:
-    """Return the scales of keys and of values by attention module, and the names of those that no module takes. ``owners`` are what has a module with a weight."""
+    """Return the scales of keys and of values by attention module, and the names of those that no module takes."""
     ranked: dict[str, list[tuple[int, Entry]]] = {}
     unused: list[str] = []
     for entry in scales:
         parent, _, suffix = entry.name.rpartition(".")
         owner, _, last = parent.rpartition(".")
-        holder = last if last in _HOLDERS and parent not in owners else ""
+        holder = last if last in _HOLDERS and parent not in attentions else ""
         attention = owner if holder else parent
         rank = _RANKS.get((holder, suffix))
-        if rank is None or attention not in owners:
+        if rank is None or attention not in attentions:
             if suffix != "output_scale":
                 unused.append(entry.name)
             continue

@@ -84,6 +84,51 @@ def test_a_scale_without_an_attention_module_is_unused_and_named() -> None:
     assert "model.layers.9.self_attn.k_scale" in answer.warnings[0]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.k_scale",
+        "model.layers.0.mlp.kv_scale",
+        "model.layers.0.mlp.attn.v_scale",
+        "model.layers.0.k_scale",
+        "model.layers.0.input_layernorm.k_scale",
+        "model.k_scale",
+        "k_scale",
+        f"{ATTENTION}.q_proj.k_scale",
+        "backbone.layers.1.mixer.k_scale",
+        "backbone.layers.1.mixer.k_proj.k_scale",
+    ],
+)
+@pytest.mark.parametrize("method", ["modelopt", "fp8"])
+def test_a_scale_on_what_is_no_attention_is_unused_and_named(name: str, method: str) -> None:
+    others = ("model.layers.0.mlp.gate_proj", "model.layers.0.input_layernorm", "model.norm", "lm_head")
+    mamba = ("backbone.layers.1.mixer.in_proj", "backbone.layers.1.mixer.out_proj")
+    weights = {key: text for module in (*others, *mamba) for key, text in plain(module).items()}
+    entries = {**layer(), **weights, **scale(f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale", name)}
+    answer = read(entries, method, kv_cache_quant_algo="FP8")
+    assert answer.unused == (name,)
+    assert answer.warnings == (f"Scales of keys and values that no attention module takes are not used: {name}.",)
+    assert answer.kv is not None and list(answer.kv.scales) == [ATTENTION]
+
+
+@pytest.mark.parametrize(
+    ("attention", "module", "names"),
+    [
+        ("backbone.layers.0.mixer", "k_proj", ("k_proj.k_scale", "v_proj.v_scale")),
+        ("transformer.h.0.attn", "c_attn", ("k_scale", "v_scale")),
+        ("transformer.h.0.self_attention", "query_key_value", ("k_scale", "v_scale")),
+        ("layers.0.attention", "wqkv", ("k_scale", "v_scale")),
+        ("model.layers.0.attn", "k_proj", ("attn.k_scale", "attn.v_scale")),
+        ("model.layers.0.self_attn.attn", "k_proj", ("k_scale", "v_scale")),
+    ],
+)
+def test_attention_is_known_by_its_projections_or_its_name(attention: str, module: str, names: tuple[str, str]) -> None:
+    entries = {**plain(f"{attention}.{module}"), **scale(*(f"{attention}.{name}" for name in names))}
+    answer = read({**layer(7), **entries}, kv_cache_quant_algo="FP8")
+    assert pair(answer, attention) == list(names)
+    assert answer.unused == ()
+
+
 def test_layers_without_scales_beside_others_that_have_them_are_named() -> None:
     entries = {**layer(0), **layer(11), **plain("vision.layers.0.self_attn.k_proj")}
     answer = read({**entries, **scale(f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale")}, kv_cache_quant_algo="FP8")
