@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from safetensors import safe_open
 
 from headrace.cli import serve as command
 from headrace.cli.seaweed import SeaweedServer
@@ -183,6 +184,18 @@ def test_two_ranks_answer_as_one_process_does(client: httpx.Client, alone: httpx
         assert ours["usage"] == theirs["usage"]
     report = client.get("/ready").json()["report"]
     assert {"rank 0", "rank 1", "exchange"} <= set(report) and "from others" in report["rank 1"]
+
+
+def test_the_metrics_have_a_row_for_each_rank(client: httpx.Client, folder: Path) -> None:
+    text = client.get("/metrics").text
+    rows = {name: float(value) for name, value in re.findall(r"(?m)^headrace_load_rank_(\S+) (\S+)$", text)}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        num_bytes = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118
+    read, received = ([rows[f'{name}_bytes{{rank="{rank}"}}'] for rank in "01"] for name in ("read", "received"))
+    assert min(read) > 0 and sum(read) == num_bytes
+    assert received == [num_bytes - own for own in read]
+    seconds = [rows[f'seconds{{rank="{rank}",source="{source}"}}'] for rank in "01" for source in ("store", "ranks")]
+    assert sum(seconds) > 0 and len(rows) == 8
 
 
 def test_a_streamed_answer_and_a_stop_string(client: httpx.Client) -> None:

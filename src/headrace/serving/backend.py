@@ -71,6 +71,8 @@ def make_backend(
             engine.close(0)
             raise
     metrics.record_load(bytes_done=progress.bytes_done, phases=progress.phases)
+    if loaded.report is not None:
+        metrics.record_ranks(loaded.report.ranks)
     metrics.watch_engine(running=lambda: float(engine.num_running), waiting=lambda: float(engine.num_waiting))
     # Random weights come from no files, and so from no snapshot.
     snapshot = loaded.report.snapshot_id if loaded.report is not None and loaded.report.num_files else None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from headrace.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from headrace.streaming.report import RankReport
 
 try:
     from prometheus_client import (
@@ -67,7 +71,24 @@ class Metrics:
             "headrace_load_seconds", "Seconds per phase of the load.", ("phase",), registry=self.registry
         )
         self._load_bytes = Gauge("headrace_load_bytes", "Bytes of weights that have arrived.", registry=self.registry)
-
+        self._rank_read = Gauge(
+            "headrace_load_rank_read_bytes",
+            "Bytes that a rank read from the store.",
+            ("rank",),
+            registry=self.registry,
+        )
+        self._rank_received = Gauge(
+            "headrace_load_rank_received_bytes",
+            "Bytes of weights that other ranks read for a rank.",
+            ("rank",),
+            registry=self.registry,
+        )
+        self._rank_seconds = Gauge(
+            "headrace_load_rank_seconds",
+            "Seconds of the load in which a rank waited for its own reads (source=store), and for other ranks and what they sent (source=ranks).",
+            ("rank", "source"),
+            registry=self.registry,
+        )
         self._snapshot = Gauge(
             "headrace_model_snapshot",
             "1 for the snapshot that the model was loaded from.",
@@ -110,6 +131,15 @@ class Metrics:
         self._load_bytes.set(bytes_done)
         for phase, seconds in phases.items():
             self._load_seconds.labels(phase).set(seconds)
+
+    def record_ranks(self, ranks: Iterable[RankReport]) -> None:
+        """Keep what each rank did for the load."""
+        for one in ranks:
+            rank = str(one.rank)
+            self._rank_read.labels(rank).set(one.bytes_read)
+            self._rank_received.labels(rank).set(one.bytes_received)
+            self._rank_seconds.labels(rank, "store").set(one.seconds_reading)
+            self._rank_seconds.labels(rank, "ranks").set(one.seconds_waiting)
 
     def record_snapshot(self, *, model: str, snapshot: str) -> None:
         """Keep which snapshot of the weights answers under which name."""

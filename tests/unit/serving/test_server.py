@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -20,7 +21,7 @@ from headrace.serving.backend import LoadedModel, ModelBackend, make_backend
 from headrace.serving.lifecycle import Lifecycle, LifecycleSettings, Outcome
 from headrace.serving.metrics import Metrics
 from headrace.serving.server import Server, ServerSettings, check_installed, open_port
-from headrace.streaming.report import LoadReport
+from headrace.streaming.report import LoadReport, RankReport
 
 from .fakes import NAME, PieceTokenizer, ScriptedEngine, serving
 
@@ -98,6 +99,30 @@ def test_which_snapshot_answers_is_told() -> None:
         assert running.get("/v1/models").json()["data"][0]["snapshot"] == "0123456789ab"
         assert running.get(f"/v1/models/{NAME}").json()["snapshot"] == "0123456789ab"
         assert "snapshot 0123456789ab" in running.get("/ready").json()["report"]["checkpoint"]
+
+
+def test_what_each_rank_did_for_the_load_is_told() -> None:
+    ranks = (
+        RankReport(rank=0, bytes_read=300, bytes_received=40, seconds_reading=2.5, seconds_waiting=0.25),
+        RankReport(rank=1, bytes_read=40, bytes_received=300, seconds_reading=0.5, seconds_waiting=2.0),
+    )
+    with serving(load=loading(replace(report_of("0123456789ab"), ranks=ranks))) as running:
+        text = running.get("/metrics").text
+    assert sorted(line for line in text.splitlines() if line.startswith("headrace_load_rank_")) == [
+        'headrace_load_rank_read_bytes{rank="0"} 300.0',
+        'headrace_load_rank_read_bytes{rank="1"} 40.0',
+        'headrace_load_rank_received_bytes{rank="0"} 40.0',
+        'headrace_load_rank_received_bytes{rank="1"} 300.0',
+        'headrace_load_rank_seconds{rank="0",source="ranks"} 0.25',
+        'headrace_load_rank_seconds{rank="0",source="store"} 2.5',
+        'headrace_load_rank_seconds{rank="1",source="ranks"} 2.0',
+        'headrace_load_rank_seconds{rank="1",source="store"} 0.5',
+    ]
+
+
+def test_one_process_has_no_rows_for_ranks() -> None:
+    with serving(load=loading(report_of("0123456789ab"))) as running:
+        assert "headrace_load_rank_seconds{" not in running.get("/metrics").text
 
 
 @pytest.mark.parametrize("report", [None, report_of("none", num_files=0)], ids=["no-report", "random-weights"])
