@@ -3,7 +3,7 @@
     python benchmarks/interpreter.py
 
 Each record comes from a system call that lets go of the interpreter's lock, as OpenSSL's does, and takes a microsecond instead of eighteen. So what is measured is what threads take of the
-lock, and of each other: an upper bound for TLS in one process, whatever cores it has.
+lock, and of each other: an upper bound for TLS in one process, whatever cores it has. As many decrypt at a time as there are turns (`headrace.transport.turns`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, cast
 from headrace.settings import TransportSettings
 from headrace.transport.connection import Inbox
 from headrace.transport.patience import Patience
+from headrace.transport.processors import usable_processors
+from headrace.transport.turns import MOST_TURNS, turns_for
 
 RECORD_BYTES = 16384
 ROOM_BYTES = 1 << 20
@@ -39,12 +41,13 @@ class _Records:
         return os.readv(self._descriptor, [buffer[: min(num_bytes, RECORD_BYTES)]])
 
 
-def bytes_per_s(num_threads: int, num_bytes: int = 2_000_000_000) -> float:
-    """Return how many bytes per second ``num_threads`` threads hand on together."""
+def bytes_per_s(num_threads: int, num_turns: int, num_bytes: int = 2_000_000_000) -> float:
+    """Return how many bytes per second ``num_threads`` threads hand on together, ``num_turns`` at a time."""
+    turns = threading.Semaphore(num_turns)
     descriptor = os.open("/dev/zero", os.O_RDONLY)
 
     def work() -> None:
-        inbox = Inbox(cast(Any, _Records(descriptor)))
+        inbox = Inbox(cast(Any, _Records(descriptor)), turns)
         inbox._comes_in_records = True
         inbox.patience = Patience(TransportSettings(), time.monotonic)
         inbox.patience.body_begins()
@@ -66,8 +69,10 @@ def bytes_per_s(num_threads: int, num_bytes: int = 2_000_000_000) -> float:
 
 
 def main() -> None:
+    choices = {"as here": turns_for(usable_processors()), "most": MOST_TURNS, "no limit": 1000}
     for num_threads in (1, 2, 4, 8, 16, 32, 64, 128):
-        print(f"{num_threads:4d} threads: {bytes_per_s(num_threads) / 1e9:.1f} GB/s")
+        rates = (f"{bytes_per_s(num_threads, turns) / 1e9:4.1f} ({what})" for what, turns in choices.items())
+        print(f"{num_threads:4d} threads, GB/s by turns: {', '.join(rates)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from headrace.errors import Cancelled
 from headrace.settings import TransportSettings
 from headrace.transport import HttpReader, RangeRead
 from headrace.transport.connection import RECORDS_BYTES
+from headrace.transport.surroundings import Surroundings
 from tests.support.fault_server import FaultServer, Script, cut, reset, stall
 from tests.support.stub_store import StubStore
 
@@ -100,3 +101,70 @@ def test_a_body_that_drips_arrives_and_one_that_stalls_is_asked_for_again(store:
     assert read(reader, store) == PAYLOAD
     reader.close()
     assert store.server.log[-1].start == 100_000
+
+
+class _CountingTurns(threading.Semaphore):
+    """Turns that note how many were taken at a time."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self._counting = threading.Lock()
+        self.num_taken = self.most_taken = self.num_ever = 0
+
+    def __enter__(self) -> bool:
+        super().__enter__()
+        with self._counting:
+            self.num_taken += 1
+            self.num_ever += 1
+            self.most_taken = max(self.most_taken, self.num_taken)
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        with self._counting:
+            self.num_taken -= 1
+        super().__exit__(*_)
+
+
+def test_no_more_threads_decrypt_at_a_time_than_there_are_turns(store: StubStore) -> None:
+    turns = _CountingTurns(2)
+    world = Surroundings(turns=turns)
+    readers = [HttpReader(store, QUICK, world) for _ in range(8)]
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda reader=reader: found.append(read(reader, store))) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for reader in readers:
+        reader.close()
+    assert found == [PAYLOAD] * 8
+    assert 1 <= turns.most_taken <= 2
+    assert turns.num_taken == 0
+    # Each turn takes many records: 16 KiB a turn would be 90 for each reader.
+    assert turns.num_ever < 8 * 90
+
+
+def test_who_waits_for_the_network_holds_no_turn(store: StubStore) -> None:
+    store.server.script(KEY, stall(200_000))
+    world = Surroundings(turns=threading.Semaphore(1))
+    stalled, other = HttpReader(store, QUICK, world), HttpReader(store, QUICK, world)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            read(stalled, store)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while stalled.counters.bytes_received < 200_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert read(other, store) == PAYLOAD
+    stalled.cancel()
+    thread.join(30)
+    assert [type(error) for error in errors] == [Cancelled]
+    for reader in (stalled, other):
+        reader.close()

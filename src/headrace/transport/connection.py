@@ -7,6 +7,8 @@ past deadlines until the buffer is full, and returns short without an error when
 from __future__ import annotations
 
 import http.client
+import math
+import select
 import socket
 import ssl
 from collections.abc import Mapping
@@ -20,13 +22,14 @@ from headrace.transport.patience import Patience
 from headrace.transport.proxy import Proxy, absolute_target, open_tunnel, proxy_for
 from headrace.transport.stopping import StopSwitch
 from headrace.transport.surroundings import Surroundings
-from headrace.units import KIB
+from headrace.transport.turns import Turns, make_turns
+from headrace.units import KIB, MIB
 
 BUFFER_BYTES = 64 * KIB
 """What a connection buffers. Pieces of at least half of this bypass the buffer; small ones come out of it, so that each needs no system call."""
 
-RECORDS_BYTES = 512 * KIB
-"""Over TLS so much is received before it is counted."""
+RECORDS_BYTES = MIB
+"""Over TLS so much is received before it is counted, and without giving up the turn."""
 RECORDS_S = 0.05
 """And what came is counted after this time at the latest: a read that trickles or stands still must be seen to."""
 
@@ -59,8 +62,9 @@ class Origin:
 class Inbox:
     """The receiving half of a connection. It plays the file that ``http.client`` parses heads from, and it knows what lies in its buffer."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, turns: Turns | None = None) -> None:
         self.sock = sock
+        self._turns = turns or make_turns()
         self._comes_in_records = isinstance(sock, ssl.SSLSocket)
         self._failure: OSError | None = None
         self.patience: Patience | None = None
@@ -100,41 +104,61 @@ class Inbox:
         patience = self.patience
         assert patience is not None
         wait_s = patience.wait_s()
-        self.wait_at_most(wait_s)
         try:
-            more = is_body and self._comes_in_records
-            num_bytes = self._receive_records(room, patience) if more else self.sock.recv_into(room)
+            if is_body and self._comes_in_records:
+                num_bytes = self._receive_records(room, patience, wait_s)
+            else:
+                self.wait_at_most(wait_s)
+                num_bytes = self.sock.recv_into(room)
         except TimeoutError as error:
             raise patience.silence(wait_s) from error
         self.num_received += num_bytes
         return num_bytes
 
-    def _receive_records(self, room: memoryview, patience: Patience) -> int:
+    def _receive_records(self, room: memoryview, patience: Patience, wait_s: float) -> int:
         """Receive TLS records of a body, which is to fill ``room``, until `RECORDS_BYTES` have come or `RECORDS_S` are over; what fails after the first is raised next.
 
         OpenSSL hands out one record, 16 KiB at most, a call. All that is done for each receive would be done 61,000 times for a gigabyte, by threads that wait for
-        each other with every line of it.
+        each other with every line of it. So records are received in turns, and who has one does not wait for the network.
         """
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        receive = self.sock.recv_into
-        filled, most = receive(room), min(len(room), RECORDS_BYTES)
-        if not filled or filled >= most:
-            return filled
-        soon = patience.now() + RECORDS_S
-        self.wait_at_most(RECORDS_S)
-        try:
-            while filled < most and patience.now() < soon:
-                num_bytes = receive(room[filled:])
-                if not num_bytes:  # The end; the next receive meets it again.
-                    break
-                filled += num_bytes
-        except TimeoutError:
-            pass
-        except OSError as failure:
-            self._failure = failure
-        return filled
+        self.wait_at_most(0.0)
+        receive, filled, most = self.sock.recv_into, 0, min(len(room), RECORDS_BYTES)
+        until = patience.now() + wait_s
+        while True:
+            before = filled
+            with self._turns:
+                try:
+                    while filled < most:
+                        num_bytes = receive(room[filled:most])
+                        if not num_bytes:  # The end; the next receive meets it again.
+                            return filled
+                        filled += num_bytes
+                    return filled
+                except ssl.SSLWantReadError:
+                    event = select.POLLIN
+                except ssl.SSLWantWriteError:  # It has an answer to send first, to a change of keys.
+                    event = select.POLLOUT
+                except OSError as failure:
+                    if not filled:
+                        raise
+                    self._failure = failure
+                    return filled
+            now = patience.now()
+            if filled and not before:
+                until = now + RECORDS_S
+            if now >= until or not self._wait_for(event, until - now):
+                if filled:
+                    return filled
+                raise TimeoutError
+
+    def _wait_for(self, event: int, seconds: float) -> bool:
+        """Wait until the socket is ready, or has failed, and say whether it is."""
+        waiting = select.poll()
+        waiting.register(self.sock, event)
+        return bool(waiting.poll(math.ceil(seconds * 1000)))
 
     def _fill(self) -> int:
         self._start = self._stop = 0  # In case the next line raises.
@@ -224,13 +248,20 @@ class Answer:
 class HttpConnection:
     """An open connection to ``origin``, used for one request after the other by one thread; `StopSwitch.throw` wakes it."""
 
-    def __init__(self, origin: Origin, sock: socket.socket, switch: StopSwitch, proxy: Proxy | None = None) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        sock: socket.socket,
+        switch: StopSwitch,
+        proxy: Proxy | None = None,
+        turns: Turns | None = None,
+    ) -> None:
         self.origin = origin
         self._proxy = proxy if origin.scheme == "http" else None  # A tunnel is nothing that requests know of.
         self.num_answers = 0
         self._sock = sock
         self._switch = switch
-        self._inbox = Inbox(sock)
+        self._inbox = Inbox(sock, turns)
         self._num_before_request = 0
         self.ends = (
             f"port {_local_port(sock)} to {origin.host_header}{f' through {proxy}' if proxy is not None else ''}"
@@ -290,7 +321,7 @@ def open_connection(
             if proxy is not None:
                 open_tunnel(sock, proxy, origin.host, origin.port)
             sock = _secured(sock, context, origin, switch)
-        return HttpConnection(origin, sock, switch, proxy)
+        return HttpConnection(origin, sock, switch, proxy, surroundings.turns)
     except BaseException:
         switch.close(sock)
         raise

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.errors import InvalidSetting
 from headrace.transport.stopping import StopSwitch
+from headrace.transport.turns import Turns, make_turns
 from headrace.units import MIB
 
 WINDOW_BYTES = 2 * MIB
@@ -107,3 +108,5 @@ class Surroundings:
     """A number from 0 to 1."""
     connect: Connect = dial
     tls: TlsContexts = field(default_factory=TlsContexts)
+    turns: Turns = field(default_factory=make_turns)
+    """Who decrypts takes one of these."""

@@ -3,10 +3,12 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from headrace.transport.connection import BUFFER_BYTES, HttpConnection, Inbox, O
 from headrace.transport.patience import Patience, TooSlow
 from headrace.transport.stopping import StopSwitch
 from headrace.transport.surroundings import WINDOW_BYTES, dial
+from headrace.transport.turns import MOST_TURNS, turns_for
 
 SETTINGS = TransportSettings(idle_timeout_s=20)
 ORIGIN = Origin("http", "host.example", 80, None, True)
@@ -90,6 +93,51 @@ def test_silence_is_too_slow_and_the_deadline_holds_for_trickles_too() -> None:
         now[0] = 5.0
         with pytest.raises(TooSlow, match="the attempt took longer than"):
             inbox.receive(memoryview(bytearray(10)))
+
+
+class _Records(socket.socket):
+    """Plays a TLS connection over a plain socket: what stands in ``raised`` is raised by the receives that come first."""
+
+    raised: list[OSError]
+
+    def recv_into(self, *args: Any) -> int:
+        if self.raised:
+            raise self.raised.pop(0)
+        return super().recv_into(*args)
+
+
+@contextlib.contextmanager
+def _records_inbox(raised: list[OSError], patience: Patience) -> Iterator[tuple[Inbox, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with theirs, _Records(fileno=ours.detach()) as sock:
+        sock.raised = raised
+        inbox = Inbox(sock)
+        inbox._comes_in_records = True
+        inbox.patience = patience
+        yield inbox, theirs
+
+
+def test_a_tls_connection_that_has_to_send_first_is_waited_for() -> None:
+    with _records_inbox([ssl.SSLWantWriteError()], Patience(SETTINGS, time.monotonic)) as (inbox, theirs):
+        theirs.sendall(b"x" * BUFFER_BYTES)
+        room = memoryview(bytearray(BUFFER_BYTES))
+        assert inbox.receive(room) == BUFFER_BYTES
+        assert bytes(room) == b"x" * BUFFER_BYTES
+
+
+def test_a_tls_connection_in_which_nothing_comes_is_too_slow() -> None:
+    patience = Patience(TransportSettings(idle_timeout_s=0.05), time.monotonic)
+    with (
+        _records_inbox([ssl.SSLWantReadError()], patience) as (inbox, _),
+        pytest.raises(TooSlow, match=r"nothing came for 0\.05 s"),
+    ):
+        inbox.receive(memoryview(bytearray(BUFFER_BYTES)))
+
+
+def test_turns_are_as_many_as_processors_and_not_too_many() -> None:
+    assert turns_for(0.5) == 1
+    assert turns_for(2.5) == 3
+    assert turns_for(64) == MOST_TURNS
 
 
 def test_a_request_as_it_is_sent() -> None:

@@ -1,0 +1,28 @@
+"""How many threads decrypt at a time. Knows no sockets.
+
+A thread lets go of the interpreter's lock for each TLS record, and takes it again. Where many threads do that at a time, they wait for each other, and are woken for it, 61,000 times
+for a gigabyte; no more than there are processors can win anything. The others' bytes wait in the system's buffers meanwhile, which the network goes on filling.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+from headrace.transport.processors import usable_processors
+
+MOST_TURNS = 16
+"""An interpreter's lock is held for about a tenth of the time that a record takes, so more threads than these would wait for it, whatever processors there are."""
+
+Turns = threading.Semaphore
+"""Taken as a context by who is about to decrypt, and never while waiting for the network."""
+
+
+def turns_for(processors: float) -> int:
+    """Return how many turns there are to be for so many processors: one for each and for a part of one, `MOST_TURNS` at most."""
+    return min(math.ceil(processors), MOST_TURNS)
+
+
+def make_turns() -> Turns:
+    """Return turns for the processors that this process may use."""
+    return threading.BoundedSemaphore(turns_for(usable_processors()))
