@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from headrace.progress import LoadProgress
     from headrace.settings import Settings, TransportSettings
     from headrace.storage import Uri, is_object_uri, parse_uri
-    from headrace.streaming import LoadReport, TensorStream, load_state_dict, open, stream
+    from headrace.streaming import LoadReport, TensorStream, load_state_dict, open
+    from headrace.streaming.loading import stream
 
 __all__ = [
     "Checkpoint",
@@ -48,7 +49,7 @@ _HOMES = {
     "open": "streaming",
     "parse_uri": "storage",
     "register_quantizers": "engines",
-    "stream": "streaming",
+    "stream": "streaming.loading",
 }
 
 

@@ -1,4 +1,4 @@
-"""`headrace inspect`: says what a checkpoint holds, from its headers and its configuration. Reads no weight; imports torch only where weights are packed or a load is planned."""
+"""`headrace inspect`: says what a checkpoint holds, from its headers and its configuration. Reads no weight; imports torch only where weights are packed or a model is asked what it takes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def inspect(
     forecast = None
     with ExitStack() as stack:
         if plan is not None:
-            # These import torch, which a plain inspection need not wait for.
+            # These import numpy, which a plain inspection need not wait for.
             from headrace.cli import planning
             from headrace.engines.collector import collector_paused
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from headrace.cli.console import print_json, print_rows
 from headrace.cli.ranks import on_ranks
 from headrace.settings import Settings
-from headrace.streaming import ExtraConfig, LoadProgress, LoadReport, ProgressDisplay, parse_extra_config, stream
+from headrace.streaming import ExtraConfig, LoadProgress, LoadReport, ProgressDisplay, parse_extra_config
+from headrace.streaming.loading import stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from headrace.streaming import Source
+if TYPE_CHECKING:
+    from headrace.streaming import Source
 
 
 def load_model(source: Source, **options: Any) -> Any:

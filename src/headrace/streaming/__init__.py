@@ -1,20 +1,31 @@
 """Entries wanted become tensors in memory: selection, plan, memory, stream, progress, report. Knows no engine."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from headrace.progress import LoadProgress
-from headrace.streaming.display import ProgressDisplay
 from headrace.streaming.formats import ExtraConfig, LoadFormat, parse_extra_config
-from headrace.streaming.loading import Source, load_state_dict, open, stream
-from headrace.streaming.lockstep import Lockstep
-from headrace.streaming.memory import Memory, PrivateMemory, SharedMemory, available_memory_bytes, default_memory_limit
-from headrace.streaming.opening import open_source
 from headrace.streaming.plan import Piece, Plan, PlannedRead, plan_reads
-from headrace.streaming.processgroup import Distributed, find_link
-from headrace.streaming.ranks import DistributedStream, Scope
 from headrace.streaming.report import LoadReport
 from headrace.streaming.selection import Wanted, select_entries
-from headrace.streaming.source import TensorSource
-from headrace.streaming.stream import StreamOptions, TensorStream
-from headrace.streaming.tensors import torch_dtype, torch_shape
+
+if TYPE_CHECKING:
+    from headrace.streaming.display import ProgressDisplay
+    from headrace.streaming.loading import Source, load_state_dict, open
+    from headrace.streaming.lockstep import Lockstep
+    from headrace.streaming.memory import (
+        Memory,
+        PrivateMemory,
+        SharedMemory,
+        available_memory_bytes,
+        default_memory_limit,
+    )
+    from headrace.streaming.opening import open_source
+    from headrace.streaming.processgroup import Distributed, find_link
+    from headrace.streaming.ranks import DistributedStream, Scope
+    from headrace.streaming.source import TensorSource
+    from headrace.streaming.stream import StreamOptions, TensorStream
+    from headrace.streaming.tensors import torch_dtype, torch_shape
 
 __all__ = [
     "Distributed",
@@ -46,7 +57,40 @@ __all__ = [
     "parse_extra_config",
     "plan_reads",
     "select_entries",
-    "stream",
     "torch_dtype",
     "torch_shape",
 ]
+
+# A plan on paper needs no torch; what moves tensors imports it, so it is imported when it is first used. The function `headrace.stream` is not among the names: a module here has its name.
+_HOMES = {
+    "Distributed": "processgroup",
+    "DistributedStream": "ranks",
+    "Lockstep": "lockstep",
+    "Memory": "memory",
+    "PrivateMemory": "memory",
+    "ProgressDisplay": "display",
+    "Scope": "ranks",
+    "SharedMemory": "memory",
+    "Source": "loading",
+    "StreamOptions": "stream",
+    "TensorSource": "source",
+    "TensorStream": "stream",
+    "available_memory_bytes": "memory",
+    "default_memory_limit": "memory",
+    "find_link": "processgroup",
+    "load_state_dict": "loading",
+    "open": "loading",
+    "open_source": "opening",
+    "torch_dtype": "tensors",
+    "torch_shape": "tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headrace.streaming' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"headrace.streaming.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

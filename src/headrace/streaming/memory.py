@@ -20,7 +20,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from headrace.errors import BudgetExceeded
 from headrace.process import HomeProcess
@@ -201,6 +200,8 @@ def _fresh(num_bytes: int) -> Bytes:
     try:
         return np.frombuffer(private_mapping(num_bytes), dtype=np.uint8)
     except OSError:  # too many mappings (vm.max_map_count)
+        import torch  # Whoever makes tensors of it has; who only plans need not wait for it.
+
         array: Bytes = torch.empty(num_bytes, dtype=torch.uint8).numpy()
         return array
 
