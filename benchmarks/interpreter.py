@@ -1,33 +1,36 @@
-"""How much one interpreter can hand on: Headrace's own loop over records of 16 KiB, without a network and without decryption, by many threads.
+"""How much one interpreter can hand on where processors are many: Headrace's own loop over TLS records of 16 KiB, by many threads, in turns.
 
     python benchmarks/interpreter.py
 
-Each record comes from a system call that lets go of the interpreter's lock, as OpenSSL's does, and takes a microsecond instead of eighteen. So what is measured is what threads take of the
-lock, and of each other: an upper bound for TLS in one process, whatever cores it has. As many decrypt at a time as there are turns (`headrace.transport.turns`).
+A record takes its time here without filling a processor: a sleep of `DECRYPTION_S`, in which the interpreter's lock is let go as it is during decryption. So threads meet each other at the lock as
+they would with a processor for each, on a machine with two. What it shows is what the lock costs: each thread that finds it taken is put to sleep and woken again, which takes the system
+longer than all that is done under it. The system's sleeps are longer than asked, by what the first row says.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
 import threading
 import time
+from dataclasses import dataclass
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, cast
 
 from headrace.settings import TransportSettings
 from headrace.transport.connection import Inbox
 from headrace.transport.patience import Patience
-from headrace.transport.processors import usable_processors
-from headrace.transport.turns import MOST_TURNS, turns_for
 
 RECORD_BYTES = 16384
 ROOM_BYTES = 1 << 20
+DECRYPTION_S = 15e-6
+"""Of a record, into memory that has to be made: 1.1 CPU seconds per GB, less what is done under the lock."""
+SECONDS = 2.0
+_SET_TIMER_SLACK = 29
+"""``PR_SET_TIMERSLACK`` of prctl(2): by how many nanoseconds a sleep may be longer; threads have it from who starts them."""
 
 
 class _Records:
     """Plays an SSLSocket, with the same steps in Python around each record."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
 
     def settimeout(self, timeout_s: float) -> None:
         pass
@@ -35,44 +38,66 @@ class _Records:
     def recv_into(self, buffer: memoryview) -> int:
         with memoryview(buffer) as view:
             num_bytes = view.nbytes
-        return self._read(num_bytes, buffer)
+        return self._read(num_bytes)
 
-    def _read(self, num_bytes: int, buffer: memoryview) -> int:
-        return os.readv(self._descriptor, [buffer[: min(num_bytes, RECORD_BYTES)]])
+    def _read(self, num_bytes: int) -> int:
+        time.sleep(DECRYPTION_S)
+        return min(num_bytes, RECORD_BYTES)
 
 
-def bytes_per_s(num_threads: int, num_turns: int, num_bytes: int = 2_000_000_000) -> float:
-    """Return how many bytes per second ``num_threads`` threads hand on together, ``num_turns`` at a time."""
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What threads handed on together."""
+
+    bytes_per_s: float
+    cpu_s_per_gb: float
+    """For the loop and the lock alone."""
+
+
+def rate_of(num_threads: int, num_turns: int) -> Rate:
+    """Let ``num_threads`` threads hand records on for `SECONDS`, ``num_turns`` of them at a time."""
+    ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1000, 0, 0, 0)
     turns = threading.Semaphore(num_turns)
-    descriptor = os.open("/dev/zero", os.O_RDONLY)
+    is_over = threading.Event()
+    received = [0] * num_threads
 
-    def work() -> None:
-        inbox = Inbox(cast(Any, _Records(descriptor)), turns)
+    def work(number: int) -> None:
+        inbox = Inbox(cast(Any, _Records()), turns)
         inbox._comes_in_records = True
         inbox.patience = Patience(TransportSettings(), time.monotonic)
         inbox.patience.body_begins()
         room = memoryview(bytearray(ROOM_BYTES))
-        for _ in range(num_bytes // num_threads // ROOM_BYTES):
-            filled = 0
-            while filled < ROOM_BYTES:
-                filled += inbox.receive(room[filled:])
+        while not is_over.is_set():
+            received[number] += inbox.receive(room)
 
-    threads = [threading.Thread(target=work) for _ in range(num_threads)]
-    start = time.perf_counter()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
+    start, before = time.perf_counter(), _cpu_s()
     for thread in threads:
         thread.start()
+    is_over.wait(SECONDS)
+    is_over.set()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - start
-    os.close(descriptor)
-    return num_threads * (num_bytes // num_threads // ROOM_BYTES) * ROOM_BYTES / seconds
+    seconds, cpu_s = time.perf_counter() - start, _cpu_s() - before
+    return Rate(sum(received) / seconds, cpu_s / (sum(received) / 1e9))
+
+
+def _cpu_s() -> float:
+    usage = getrusage(RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> None:
-    choices = {"as here": turns_for(usable_processors()), "most": MOST_TURNS, "no limit": 1000}
-    for num_threads in (1, 2, 4, 8, 16, 32, 64, 128):
-        rates = (f"{bytes_per_s(num_threads, turns) / 1e9:4.1f} ({what})" for what, turns in choices.items())
-        print(f"{num_threads:4d} threads, GB/s by turns: {', '.join(rates)}", flush=True)
+    alone = rate_of(1, 1)
+    print(f"one thread: {RECORD_BYTES / alone.bytes_per_s * 1e6:.0f} µs a record, {alone.bytes_per_s / 1e9:.2f} GB/s")
+    for num_threads in (8, 64):
+        for num_turns in (1, 2, 4, 8, 16, 64):
+            if num_turns <= num_threads:
+                rate = rate_of(num_threads, num_turns)
+                print(
+                    f"{num_threads} threads, {num_turns} turns: {rate.bytes_per_s / 1e9:.2f} GB/s, {rate.cpu_s_per_gb:.2f} CPU s/GB",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

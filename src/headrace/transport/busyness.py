@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 BUSY_PROCESSORS = 2.0
-"""Threads that fill so many move 1.4 GB/s over TLS, where one interpreter over many connections was measured to be near its end (2 GB/s over 64; see `headrace.transport.choice`)."""
+"""Threads that fill so many are at half of what one interpreter lets decrypt at a time (`headrace.transport.turns`), and move 1.5 GB/s over TLS."""
 LEAST_LEFT_BYTES = 4_000_000_000
 """With less to read, processes would be ready when it is over."""
 LOOK_EVERY_S = 1.0

@@ -1,8 +1,8 @@
 """Who carries out a load's reads: threads of its own process, or reader processes, how many, and from when on. Pure.
 
-What the numbers are made of was measured on two cores (2026-11, `benchmarks/readers.py` and `benchmarks/interpreter.py`). Over TLS a gigabyte takes threads 1.4 to 1.6 CPU seconds and
-two processes 0.4 more; all but a tenth of that is decryption, for which no thread needs the interpreter's lock. An interpreter alone hands on 12 GB/s to 8 threads and, at worst, 2 GB/s to 64, which
-wait for each other. So few processors are full before one interpreter is; many are not, and a quick network would then leave them idle.
+What the numbers are made of was measured on two cores (2026-11, `benchmarks/readers.py` and `benchmarks/interpreter.py`). Over TLS a gigabyte takes threads 1.2 to 1.4 CPU seconds and
+two processes half a second more; all but a tenth of that is decryption, for which no thread needs the interpreter's lock. But where more than four threads decrypt at a time, they wait for that lock, and one
+interpreter hands on less, not more (`headrace.transport.turns`). So few processors are full before one interpreter is at its end; many are not, and a quick network would then leave them idle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace.settings import TransportSettings
 from headrace.units import format_bytes
 
 LEAST_PROCESSORS = 8
-"""With fewer, a machine is at its end when one interpreter is: 4 processors decrypt 2.7 GB/s."""
+"""With fewer, a machine is at its end when one interpreter is, which fills four with decryption."""
 LEAST_BYTES = 8_000_000_000
 """A load of less is over in four seconds at the rate where processes begin to be worth their start."""
 PROCESSORS_EACH = 4

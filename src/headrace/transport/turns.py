@@ -11,8 +11,9 @@ import threading
 
 from headrace.transport.processors import usable_processors
 
-MOST_TURNS = 16
-"""An interpreter's lock is held for about a tenth of the time that a record takes, so more threads than these would wait for it, whatever processors there are."""
+MOST_TURNS = 4
+"""Beyond, threads meet at the interpreter's lock more often than not, whatever processors there are, and are put to sleep there and woken: with 8 or more, one interpreter handed on less than
+with 4, for more CPU time (2026-11, `benchmarks/interpreter.py`). Where that is too little, reader processes have an interpreter each."""
 
 Turns = threading.Semaphore
 """Taken as a context by who is about to decrypt, and never while waiting for the network."""

@@ -136,7 +136,7 @@ def test_a_tls_connection_in_which_nothing_comes_is_too_slow() -> None:
 
 def test_turns_are_as_many_as_processors_and_not_too_many() -> None:
     assert turns_for(0.5) == 1
-    assert turns_for(2.5) == 3
+    assert turns_for(1.5) == 2
     assert turns_for(64) == MOST_TURNS
 
 
