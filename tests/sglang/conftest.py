@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.quantized import QuantizedCheckpoints
+from tests.support.engine_plugins import pass_warnings_of_others, smollm2, takeover_of
+from tests.support.quantized import quantized
 
+__all__ = ["quantized", "smollm2"]
+"""Fixtures from elsewhere."""
 STUBS = Path(__file__).parent / "stubs"
 HAS_SGLANG = find_spec("sglang") is not None
 collect_ignore_glob = ["stubs/*", *([] if HAS_SGLANG else ["test_*.py"])]
@@ -37,19 +40,13 @@ if HAS_SGLANG:  # read by SGLang and its libraries when they are imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings of SGLang and what it imports are not ours to mend; those of our own modules stay errors."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore:::(?!headrace)"))
+    pass_warnings_of_others(items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory, isolated_environment: None) -> Iterator[Path]:
     """The cache of side files of this run, and the takeover switched on for this process and its children."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADRACE_CACHE_DIR", str(folder))
-        patch.setenv("HEADRACE_SGLANG", "1")
+    with takeover_of("HEADRACE_SGLANG", tmp_path_factory.mktemp("cache")) as folder:
         yield folder
 
 
@@ -60,9 +57,3 @@ def sglang_here(cache_dir: Path) -> Any:
 
     load_plugins()
     return sys.modules["sglang"]
-
-
-@pytest.fixture(scope="session")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoints:
-    """Real quantized checkpoints."""
-    return QuantizedCheckpoints(tmp_path_factory.mktemp("quantized"))

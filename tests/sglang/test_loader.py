@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from headrace.errors import CheckpointError, InvalidSetting, MissingFiles, NoWeights, ObjectChanged
 from headrace.settings import Settings
+from tests.support.loader_weights import assert_closing_ends_the_reading, assert_same, loaded, stored
 from tests.vllm.models import save_llama, upload
 
 pytestmark = pytest.mark.usefixtures("sglang_here")
@@ -63,19 +63,6 @@ def make_source(model: str, **options: Any) -> Any:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     return DefaultModelLoader.Source(model, options.pop("revision", None), **options)
-
-
-def loaded(loader: Any, source: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in loader._get_weights_iterator(source)}
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("load_format", ["headrace", "runai_streamer"])
@@ -171,14 +158,7 @@ def test_what_is_wrong_is_said_before_a_weight_is_touched(uri: str, llama: Path,
 
 
 def test_closing_early_ends_the_reading(uri: str) -> None:
-    def reading() -> list[str]:
-        return [one.name for one in threading.enumerate() if one.name.startswith("headrace")]
-
-    weights = make_loader()._get_weights_iterator(make_source(uri))
-    next(weights)
-    assert reading()
-    weights.close()
-    assert not reading()
+    assert_closing_ends_the_reading(make_loader(), make_source(uri))
 
 
 def test_a_folder_of_side_files_with_its_uri(uri: str, llama: Path, tmp_path: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -13,7 +11,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-# Asked in a process of its own: what a plug-in hooks stays hooked.
+from tests.support.engine_plugins import met_requirements, run_fresh, told
+
 _SEEN = """
 import json, sys
 import sglang
@@ -47,20 +46,11 @@ print(json.dumps({
 
 
 def asked(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "HEADRACE_SGLANG"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _SEEN, *arguments],
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_fresh(_SEEN, *arguments, unset="HEADRACE_SGLANG", **variables)
 
 
 def seen(*arguments: str, **variables: str) -> dict[str, Any]:
-    done = asked(*arguments, **variables)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told(asked(*arguments, **variables))
     return found
 
 
@@ -126,19 +116,12 @@ def test_runai_is_not_installed_here() -> None:
 
 
 def test_installing_headrace_moves_no_package_of_sglang() -> None:
-    """pip changes an installed package only where a requirement is not met. SGLang's own pins are for CUDA, and partly not what is installed here."""
-    wanted = [Requirement(text) for text in metadata.requires("headrace") or ()]
-    plain = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    assert {one.name for one in plain} >= {"torch", "numpy"}
-    assert not [one for one in plain if one.name == "transformers"]
-    with_s3 = [one for one in wanted if one.marker is not None and one.marker.evaluate({"extra": "s3"})]
-    for one in (*plain, *with_s3):
-        assert one.specifier.contains(metadata.version(one.name), prereleases=True), f"{one} is not met"
+    """SGLang's own pins are for CUDA, and partly not what is installed here; Headrace must agree with both."""
     pins = {
         pin.name: next(iter(pin.specifier)).version
         for pin in map(Requirement, metadata.requires("sglang") or ())
         if str(pin.specifier).startswith("==") and (pin.marker is None or pin.marker.evaluate({"extra": ""}))
     }
     assert {"torch", "transformers"} <= set(pins)
-    for one in (*plain, *with_s3):
+    for one in met_requirements():
         assert one.name not in pins or one.specifier.contains(pins[one.name]), f"{one} against {pins[one.name]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,15 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PROMPT = "The capital of France is"
 REAL = ["--context-length", "256"]
 TINY = ["--context-length", "64", "--skip-tokenizer-init"]
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as the demo writes it: 269 MB of bf16 in four files."""
-    folder = os.environ.get("SMOLLM2_FOLDER")
-    if not folder:
-        pytest.fail("SMOLLM2_FOLDER names no folder; `make test-sglang` makes one")
-    return Path(folder)
 
 
 @pytest.fixture(scope="module")

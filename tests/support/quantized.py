@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.file_pool import FilePool
@@ -149,3 +150,9 @@ def files_beside(name: str) -> tuple[str, str]:
 def sha256_of(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.fixture(scope="session")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoints:
+    """The quantized checkpoints of this run by name, each put together once; copy one before changing it."""
+    return QuantizedCheckpoints(tmp_path_factory.mktemp("quantized"))

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from headrace.cli.seaweed import SeaweedServer
-from tests.support.quantized import QuantizedCheckpoints
+from tests.support.engine_plugins import pass_warnings_of_others, smollm2, takeover_of
+from tests.support.quantized import quantized
 from tests.vllm.models import upload
 
+__all__ = ["quantized", "smollm2"]
+"""Fixtures from elsewhere."""
 HAS_VLLM = find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
 
@@ -33,19 +36,13 @@ if HAS_VLLM:  # read by vLLM and its libraries when they are imported
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Warnings of vLLM and what it imports are not ours to mend; those of our own modules stay errors."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.filterwarnings("ignore:::(?!headrace)"))
+    pass_warnings_of_others(items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory, isolated_environment: None) -> Iterator[Path]:
     """The cache of side files of this run, and the takeover switched on for this process and its children."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADRACE_CACHE_DIR", str(folder))
-        patch.setenv("HEADRACE_VLLM", "1")
+    with takeover_of("HEADRACE_VLLM", tmp_path_factory.mktemp("cache")) as folder:
         yield folder
 
 
@@ -56,21 +53,6 @@ def vllm_here(cache_dir: Path) -> Any:
 
     load_general_plugins()
     return sys.modules["vllm"]
-
-
-@pytest.fixture(scope="session")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> QuantizedCheckpoints:
-    """Real quantized checkpoints."""
-    return QuantizedCheckpoints(tmp_path_factory.mktemp("quantized"))
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as the demo writes it: 269 MB of bf16 in four files."""
-    folder = os.environ.get("SMOLLM2_FOLDER")
-    if not folder:
-        pytest.skip("SMOLLM2_FOLDER names no folder; `make test-vllm` makes one")
-    return Path(folder)
 
 
 @pytest.fixture(scope="session")

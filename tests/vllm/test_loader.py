@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from headrace.errors import CheckpointError, InvalidSetting, NoWeights, UnsupportedQuantization
 from headrace.settings import Settings
 from tests.support.fault_server import FaultServer
+from tests.support.loader_weights import assert_closing_ends_the_reading, assert_same, loaded, stored
 from tests.vllm.models import save_llama, upload
 
 pytestmark = pytest.mark.usefixtures("vllm_here")
@@ -39,19 +40,6 @@ def make_source(model: str, **options: Any) -> Any:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     return DefaultModelLoader.Source(model, options.pop("revision", None), **options)
-
-
-def loaded(loader: Any, source: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in loader._get_weights_iterator(source)}
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_source_is_a_uri_or_a_folder(uri: str, llama: Path) -> None:
@@ -206,16 +194,7 @@ def test_torchao_is_refused(uri: str) -> None:
 
 
 def test_closing_early_ends_the_reading(uri: str) -> None:
-    import threading
-
-    def reading() -> list[str]:
-        return [one.name for one in threading.enumerate() if one.name.startswith("headrace")]
-
-    weights = make_loader()._get_weights_iterator(make_source(uri))
-    next(weights)
-    assert reading()
-    weights.close()
-    assert not reading()
+    assert_closing_ends_the_reading(make_loader(), make_source(uri))
 
 
 def test_the_folder_of_side_files_is_made_where_it_is_missing(

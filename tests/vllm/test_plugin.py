@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
 from headrace.errors import InvalidSetting
+from tests.support.engine_plugins import met_requirements, run_fresh, told
 
-# Asked in a process of its own: what a plug-in replaces stays replaced.
 _SEEN = """
 import json
 import vllm.config.model
@@ -35,12 +30,7 @@ print(json.dumps({
 
 
 def seen(**variables: str) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "HEADRACE_VLLM"}
-    done = subprocess.run(
-        [sys.executable, "-c", _SEEN], env=environment | variables, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told(run_fresh(_SEEN, unset="HEADRACE_VLLM", **variables))
     return found
 
 
@@ -86,11 +76,4 @@ def test_runai_is_not_installed_here() -> None:
 
 
 def test_installing_headrace_moves_no_package_of_vllm() -> None:
-    """pip changes an installed package only where a requirement is not met."""
-    wanted = [Requirement(text) for text in metadata.requires("headrace") or ()]
-    plain = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    assert {one.name for one in plain} >= {"torch", "numpy"}
-    assert not [one for one in plain if one.name == "transformers"]
-    with_s3 = [one for one in wanted if one.marker is not None and one.marker.evaluate({"extra": "s3"})]
-    for one in (*plain, *with_s3):
-        assert one.specifier.contains(metadata.version(one.name), prereleases=True), f"{one} is not met"
+    assert "boto3" in {one.name for one in met_requirements()}
