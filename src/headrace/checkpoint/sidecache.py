@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import filelock
-
 from headrace.checkpoint import mirror
 from headrace.checkpoint.snapshot import digest_of
 from headrace.errors import CacheError
@@ -116,6 +114,8 @@ class SideFileCache:
 
     @contextlib.contextmanager
     def _lock(self, uri: str) -> Iterator[None]:
+        import filelock  # Here: who only reads headers takes no lock, and need not wait for it.
+
         lock = filelock.FileLock(self._locks / f"{self.link_of(uri).name}.lock", timeout=_LOCK_TIMEOUT_S)
         with contextlib.ExitStack() as held:
             try:

@@ -12,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
-from filelock import FileLock
-
 from headrace.checkpoint.keys import unsafe_reason
 from headrace.checkpoint.mirror import check_layout
 from headrace.compat.listing import S3Credentials, folder_of, matches, store_for, walk
@@ -110,6 +108,8 @@ class ObjectStorageModel:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
+        from filelock import FileLock  # Here: who only streams takes no lock, and need not wait for it.
+
         lock = FileLock(f"{self.dir}.lock")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

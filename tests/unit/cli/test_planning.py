@@ -136,11 +136,11 @@ def test_globs_and_models_do_not_mix(llama_folder: Path) -> None:
 def test_what_is_heavy_is_imported_where_it_is_needed(
     llama_folder: Path, options: list[str], imported: list[str]
 ) -> None:
-    """Neither torch nor Transformers, unless a model is asked what it takes."""
+    """Neither torch nor Transformers, unless a model is asked what it takes; and no locks, where none is taken."""
     code = (
         "import sys\nfrom headrace.cli.main import app\n"
         f"app(['inspect', {str(llama_folder)!r}, *{options!r}], standalone_mode=False)\n"
-        "print(sorted({'numpy', 'torch', 'boto3', 'transformers'} & set(sys.modules)))"
+        "print(sorted({'numpy', 'torch', 'boto3', 'transformers', 'filelock'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == str(imported)
