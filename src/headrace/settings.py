@@ -139,6 +139,8 @@ class Settings:
     """Processes of this node that load at the same time (`LOCAL_WORLD_SIZE`, as torchrun sets it): memory and connections are divided by it."""
     debug_poison: bool = False
     """Fill memory that tensors gave back with 0xFF, to find a consumer that reads it after all (`HEADRACE_DEBUG_POISON`)."""
+    huge_pages: bool = True
+    """Make large pieces of memory of huge pages where the system has them at hand, by what the first cost (`HEADRACE_HUGE_PAGES`, 0 or 1)."""
     progress: bool = True
     """Show progress on standard error (`HEADRACE_PROGRESS`, 0 or 1)."""
     s3_anonymous: bool = False
@@ -319,6 +321,7 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "HEADRACE_MEMORY_LIMIT": ("memory_limit_bytes", parse_memory_limit),
     "HEADRACE_PROGRESS": ("progress", _switch),
     "HEADRACE_DEBUG_POISON": ("debug_poison", _switch),
+    "HEADRACE_HUGE_PAGES": ("huge_pages", _switch),
     "LOCAL_WORLD_SIZE": ("local_ranks", int),
     "RUNAI_STREAMER_S3_UNSIGNED": ("s3_anonymous", _switch),
     "HEADRACE_S3_ANONYMOUS": ("s3_anonymous", _switch),

@@ -21,6 +21,7 @@ import numpy as np
 
 from headrace.errors import BudgetExceeded, InvalidSetting
 from headrace.streaming.extents import ExtentMap
+from headrace.streaming.hugepages import HugePages
 from headrace.streaming.memory import ALIGNMENT, Bytes, SharedFiles, private_mapping
 from headrace.units import format_bytes
 
@@ -81,7 +82,7 @@ class LeasedMemory:
     """Lends arrays of bytes. Not thread safe but for the arrays themselves: its stream's lock guards it.
 
     ``wanted_bytes`` is how much will be asked for in all: no buffer is made larger than that. Nothing is allocated before the first lease. With ``files`` the buffers are
-    theirs, and other processes can fill them.
+    theirs, and other processes can fill them; without, they are made of ``huge_pages`` where those pay.
     """
 
     def __init__(
@@ -91,9 +92,11 @@ class LeasedMemory:
         wanted_bytes: int,
         pinning: Pinning | None = None,
         files: SharedFiles | None = None,
+        huge_pages: HugePages | None = None,
     ) -> None:
         self.terms = terms
         self._files = files
+        self._huge_pages = huge_pages
         self.capacity_bytes = _rounded_up(min(terms.limit_bytes, wanted_bytes), mmap.PAGESIZE)
         self.num_promotions = 0
         self.promoted_bytes = 0
@@ -160,7 +163,10 @@ class LeasedMemory:
     # -- buffers
 
     def _open(self, num_bytes: int, *, is_retired: bool = False) -> _Buffer:
-        mapping = private_mapping(num_bytes) if self._files is None else self._files.open_mapping(num_bytes)
+        if self._files is None:
+            mapping = private_mapping(num_bytes, self._huge_pages)
+        else:
+            mapping = self._files.open_mapping(num_bytes)
         whole = np.frombuffer(mapping, dtype=np.uint8)
         buffer = _Buffer(
             self._num_buffers, mapping, whole, ExtentMap(num_bytes, alignment=ALIGNMENT), is_retired=is_retired

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from headrace.errors import BudgetExceeded
 from headrace.process import HomeProcess
+from headrace.streaming.hugepages import HugePages
 from headrace.transport.sharing import SharedPlace
 from headrace.units import GIB, MIB, format_bytes
 
@@ -45,19 +46,20 @@ class Memory(Protocol):
 
 
 class PrivateMemory:
-    """Memory of this process alone: one mapping for each large piece, which goes back to the system when it dies, and a shared one for small pieces."""
+    """Memory of this process alone: one mapping for each large piece, which goes back to the system when it dies, and a shared one for small pieces. Large ones are made of huge pages where that pays."""
 
-    def __init__(self) -> None:
+    def __init__(self, huge_pages: HugePages | None = None) -> None:
+        self._huge_pages = huge_pages
         self._lock = threading.Lock()
         self._slab: Bytes | None = None
         self._used = 0
 
     def allocate(self, num_bytes: int) -> Bytes:
         if num_bytes >= SHARE_BELOW_BYTES:
-            return _fresh(num_bytes)
+            return _fresh(num_bytes, self._huge_pages)
         with self._lock:
             if self._slab is None or self._used + num_bytes > SLAB_BYTES:
-                self._slab, self._used = _fresh(SLAB_BYTES), 0
+                self._slab, self._used = _fresh(SLAB_BYTES, None), 0
             piece = self._slab[self._used : self._used + num_bytes]
             self._used = _rounded_up(self._used + num_bytes, ALIGNMENT)
             return piece
@@ -187,18 +189,21 @@ def default_memory_limit(available_bytes: int) -> int:
     return max(64 * MIB, min(available_bytes // 8, 8 * GIB))
 
 
-def private_mapping(num_bytes: int) -> mmap.mmap:
-    """Map ``num_bytes`` of zeros that only this process sees. Raises OSError.
+def private_mapping(num_bytes: int, huge_pages: HugePages | None = None) -> mmap.mmap:
+    """Map ``num_bytes`` of zeros that only this process sees, made of ``huge_pages`` where they pay. Raises OSError.
 
     MAP_PRIVATE, since Python's default would be shared with a forked child. The kernel joins neighbouring mappings, so that their number stays small.
     """
-    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge_pages is not None:
+        huge_pages.advise(mapping)
+    return mapping
 
 
-def _fresh(num_bytes: int) -> Bytes:
+def _fresh(num_bytes: int, huge_pages: HugePages | None) -> Bytes:
     # A mapping of its own, and not malloc: what is freed goes back at once, whichever thread allocated it. (Malloc keeps pieces of up to 32 MiB in its arenas.)
     try:
-        return np.frombuffer(private_mapping(num_bytes), dtype=np.uint8)
+        return np.frombuffer(private_mapping(num_bytes, huge_pages), dtype=np.uint8)
     except OSError:  # too many mappings (vm.max_map_count)
         import torch  # Whoever makes tensors of it has; who only plans need not wait for it.
 

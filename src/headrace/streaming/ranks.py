@@ -22,6 +22,7 @@ from headrace.progress import LoadProgress
 from headrace.settings import Settings
 from headrace.streaming.agreement import Agreement, Facts, agree, facts_of, settings_of_rank
 from headrace.streaming.blocks import BlockRoom, OwnBlocks, blocks_in_file
+from headrace.streaming.hugepages import HugePages
 from headrace.streaming.lockstep import NUM_NUMBERS, Lockstep, Status, Step
 from headrace.streaming.memory import Bytes, Memory, PrivateMemory
 from headrace.streaming.report import LoadReport, RankReport
@@ -269,7 +270,7 @@ class DistributedStream:
         if memory is None and self._may_have_readers():
             blocks, self._places = blocks_in_file(self.windows)
             return blocks
-        return OwnBlocks(self.windows, memory or PrivateMemory())
+        return OwnBlocks(self.windows, memory or PrivateMemory(HugePages() if self.settings.huge_pages else None))
 
     def _may_have_readers(self) -> bool:
         num_bytes = sum(part.entry.size_bytes for parts in self._parts for part in parts)

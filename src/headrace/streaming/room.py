@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from headrace.checkpoint import Entry
 from headrace.errors import BudgetExceeded
 from headrace.settings import Settings, TransportSettings
+from headrace.streaming.hugepages import HugePages
 from headrace.streaming.leases import LeasedMemory, LeaseTerms, OnBudget, Pinning
 from headrace.streaming.memory import (
     ALIGNMENT,
@@ -205,10 +206,15 @@ def fitting_reads(limit_bytes: int, transport: TransportSettings) -> tuple[int, 
 
 
 def owned_room(
-    entries: Sequence[Entry], *, limit_bytes: int, blocks: Sequence[Block] = (), files: SharedFiles | None = None
+    entries: Sequence[Entry],
+    *,
+    limit_bytes: int,
+    blocks: Sequence[Block] = (),
+    files: SharedFiles | None = None,
+    huge_pages: HugePages | None = None,
 ) -> OwnedRoom:
-    """Return room for tensors of ``entries`` that own their memory: this process's own, or a file among ``files``."""
-    memory: Memory = PrivateMemory()
+    """Return room for tensors of ``entries`` that own their memory: this process's own, made of ``huge_pages`` where they pay, or a file among ``files``."""
+    memory: Memory = PrivateMemory(huge_pages)
     if files is not None:
         in_blocks = {name for block in blocks for name in block.offsets}
         alone = (entry.size_bytes for entry in entries if entry.name not in in_blocks)
@@ -225,6 +231,7 @@ def leased_room(
     on_budget: OnBudget,
     pinning: Pinning | None,
     files: SharedFiles | None = None,
+    huge_pages: HugePages | None = None,
 ) -> LeasedRoom:
     """Return room for leases of ``entries`` within ``limit_bytes``.
 
@@ -239,7 +246,7 @@ def leased_room(
         on_budget=on_budget,
         poison=settings.debug_poison,
     )
-    memory = LeasedMemory(terms, wanted_bytes=wanted, pinning=pinning, files=files)
+    memory = LeasedMemory(terms, wanted_bytes=wanted, pinning=pinning, files=files, huge_pages=huge_pages)
     largest = max(entries, key=lambda entry: entry.size_bytes, default=None)
     if largest is not None:
         _check_largest(largest, terms, wanted, is_oversized=memory.is_oversized(largest.size_bytes))

@@ -24,6 +24,7 @@ from headrace.process import HomeProcess
 from headrace.progress import LoadProgress
 from headrace.settings import Settings, TransportSettings
 from headrace.storage import ObjectStore
+from headrace.streaming.hugepages import HugePages
 from headrace.streaming.leases import OnBudget
 from headrace.streaming.memory import Bytes, SharedFiles, available_memory_bytes
 from headrace.streaming.pinning import pinning_for
@@ -341,8 +342,11 @@ class TensorStream:
     def _make_room_for(
         self, entries: Sequence[Entry], limit_bytes: int, available_bytes: int, files: SharedFiles | None
     ) -> Room:
+        huge_pages = HugePages() if self.settings.huge_pages else None
         if self.options.ownership == "owned":
-            return owned_room(entries, limit_bytes=limit_bytes, blocks=self.options.blocks, files=files)
+            return owned_room(
+                entries, limit_bytes=limit_bytes, blocks=self.options.blocks, files=files, huge_pages=huge_pages
+            )
         return leased_room(
             entries,
             self.settings,
@@ -351,6 +355,7 @@ class TensorStream:
             on_budget=self.options.on_budget,
             pinning=pinning_for(self.options.device),
             files=files,
+            huge_pages=huge_pages,
         )
 
     # -- all below holds the lock, but for `_pieces`
