@@ -19,6 +19,7 @@ from typing import Any, cast
 from headrace.settings import TransportSettings
 from headrace.transport.connection import Inbox
 from headrace.transport.patience import Patience
+from headrace.transport.turns import Turns
 
 RECORD_BYTES = 16384
 ROOM_BYTES = 1 << 20
@@ -57,7 +58,7 @@ class Rate:
 def rate_of(num_threads: int, num_turns: int) -> Rate:
     """Let ``num_threads`` threads hand records on for `SECONDS`, ``num_turns`` of them at a time."""
     ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1000, 0, 0, 0)
-    turns = threading.Semaphore(num_turns)
+    turns = Turns(num_turns)
     is_over = threading.Event()
     received = [0] * num_threads
 

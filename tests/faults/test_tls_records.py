@@ -18,6 +18,7 @@ from headrace.settings import TransportSettings
 from headrace.transport import HttpReader, RangeRead
 from headrace.transport.connection import RECORDS_BYTES
 from headrace.transport.surroundings import Surroundings
+from headrace.transport.turns import Turns
 from tests.support.fault_server import FaultServer, Script, cut, reset, stall
 from tests.support.stub_store import StubStore
 
@@ -103,7 +104,7 @@ def test_a_body_that_drips_arrives_and_one_that_stalls_is_asked_for_again(store:
     assert store.server.log[-1].start == 100_000
 
 
-class _CountingTurns(threading.Semaphore):
+class _CountingTurns(Turns):
     """Turns that note how many were taken at a time."""
 
     def __init__(self, number: int) -> None:
@@ -111,13 +112,12 @@ class _CountingTurns(threading.Semaphore):
         self._counting = threading.Lock()
         self.num_taken = self.most_taken = self.num_ever = 0
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> None:
         super().__enter__()
         with self._counting:
             self.num_taken += 1
             self.num_ever += 1
             self.most_taken = max(self.most_taken, self.num_taken)
-        return True
 
     def __exit__(self, *_: object) -> None:
         with self._counting:
@@ -146,7 +146,7 @@ def test_no_more_threads_decrypt_at_a_time_than_there_are_turns(store: StubStore
 
 def test_who_waits_for_the_network_holds_no_turn(store: StubStore) -> None:
     store.server.script(KEY, stall(200_000))
-    world = Surroundings(turns=threading.Semaphore(1))
+    world = Surroundings(turns=Turns(1))
     stalled, other = HttpReader(store, QUICK, world), HttpReader(store, QUICK, world)
     errors: list[BaseException] = []
 

@@ -20,7 +20,6 @@ from headrace.transport.connection import BUFFER_BYTES, HttpConnection, Inbox, O
 from headrace.transport.patience import Patience, TooSlow
 from headrace.transport.stopping import StopSwitch
 from headrace.transport.surroundings import WINDOW_BYTES, dial
-from headrace.transport.turns import MOST_TURNS, turns_for
 
 SETTINGS = TransportSettings(idle_timeout_s=20)
 ORIGIN = Origin("http", "host.example", 80, None, True)
@@ -132,12 +131,6 @@ def test_a_tls_connection_in_which_nothing_comes_is_too_slow() -> None:
         pytest.raises(TooSlow, match=r"nothing came for 0\.05 s"),
     ):
         inbox.receive(memoryview(bytearray(BUFFER_BYTES)))
-
-
-def test_turns_are_as_many_as_processors_and_not_too_many() -> None:
-    assert turns_for(0.5) == 1
-    assert turns_for(1.5) == 2
-    assert turns_for(64) == MOST_TURNS
 
 
 def test_a_request_as_it_is_sent() -> None:
