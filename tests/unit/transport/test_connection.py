@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from headrace.errors import Cancelled
 from headrace.settings import TransportSettings
-from headrace.transport.connection import BUFFER_BYTES, HttpConnection, Inbox, Origin, format_request
+from headrace.transport.connection import BUFFER_BYTES, WAKE_BYTES, HttpConnection, Inbox, Origin, format_request
 from headrace.transport.patience import Patience, TooSlow
 from headrace.transport.stopping import StopSwitch
 from headrace.transport.surroundings import WINDOW_BYTES, dial
+from headrace.units import KIB
 
 SETTINGS = TransportSettings(idle_timeout_s=20)
 ORIGIN = Origin("http", "host.example", 80, None, True)
@@ -102,12 +103,17 @@ class _Records(socket.socket):
     def recv_into(self, *args: Any) -> int:
         if self.raised:
             raise self.raised.pop(0)
-        return super().recv_into(*args)
+        try:
+            return super().recv_into(*args)
+        except BlockingIOError:
+            raise ssl.SSLWantReadError from None
 
 
 @contextlib.contextmanager
 def _records_inbox(raised: list[OSError], patience: Patience) -> Iterator[tuple[Inbox, socket.socket]]:
-    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
     with theirs, _Records(fileno=ours.detach()) as sock:
         sock.raised = raised
         inbox = Inbox(sock)
@@ -131,6 +137,29 @@ def test_a_tls_connection_in_which_nothing_comes_is_too_slow() -> None:
         pytest.raises(TooSlow, match=r"nothing came for 0\.05 s"),
     ):
         inbox.receive(memoryview(bytearray(BUFFER_BYTES)))
+
+
+def test_a_body_that_comes_in_parts_and_a_short_head_after_it_are_both_waited_for() -> None:
+    body, head = random.Random(1).randbytes(900 * KIB), b"HTTP/1.1 206 Partial Content\r\n"
+    with _records_inbox([], Patience(SETTINGS, time.monotonic)) as (inbox, theirs):
+
+        def send() -> None:
+            for part in (body[:1000], body[1000 : 300 * KIB], body[300 * KIB :], head):
+                theirs.sendall(part)
+                time.sleep(0.1)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        room = memoryview(bytearray(len(body)))
+        filled = num_receives = 0
+        while filled < len(body):
+            filled += inbox.receive(room[filled:])
+            num_receives += 1
+        inbox._wake_at(WAKE_BYTES)  # As the last wait within a body may leave it.
+        assert inbox.readline(1000) == head
+        thread.join()
+    assert bytes(room) == body
+    assert 3 <= num_receives <= 7  # What came is counted soon, though more is on its way.
 
 
 def test_a_request_as_it_is_sent() -> None:
