@@ -35,11 +35,11 @@ CONFIGS: dict[str, Any] = {
     ),
 }  # fmt: skip
 
-KINDS: dict[str, dict[str, int]] = {
-    "tensor": {"tp_size": NUM_RANKS},
-    "expert": {"tp_size": NUM_RANKS, "ep_size": NUM_RANKS},
-    "pipeline": {"pp_size": NUM_RANKS},
-    "data": {"fsdp_size": NUM_RANKS},
+KINDS: dict[str, tuple[str, ...]] = {
+    "tensor": ("tp_size",),
+    "expert": ("tp_size", "ep_size"),
+    "pipeline": ("pp_size",),
+    "data": ("fsdp_size",),
 }
 
 
@@ -49,9 +49,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor of any type; numpy has no FP8."""
+    return tensor.reshape(-1).clone().view(torch.uint8).numpy().tobytes()
+
+
 def digests(model: Any) -> dict[str, str]:
     return {
-        name: f"{tuple(local(value).shape)} {hashlib.sha256(local(value).detach().contiguous().numpy().tobytes()).hexdigest()}"
+        name: f"{tuple(local(value).shape)} {hashlib.sha256(bytes_of(local(value).detach())).hexdigest()}"
         for name, value in model.state_dict().items()
     }
 
@@ -59,7 +64,7 @@ def digests(model: Any) -> dict[str, str]:
 def distributed_config(kind: str) -> Any:
     from transformers.distributed import DistributedConfig
 
-    return DistributedConfig(**KINDS[kind])
+    return DistributedConfig(**dict.fromkeys(KINDS[kind], torch.distributed.get_world_size()))
 
 
 def load_slices(

@@ -16,6 +16,7 @@ from transformers import (
     core_model_loading,
     modeling_utils,
 )
+from transformers.distributed import sharding_utils, tensor_parallel
 from transformers.models.auto import modeling_auto
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
@@ -142,6 +143,33 @@ def test_a_quantizer_has_the_hooks_that_ours_fills() -> None:
     assert parameters_of(HfQuantizer.update_weight_conversions) == ["self", "weight_conversions", "model"]
     assert parameters_of(HfQuantizer.get_new_dtype) == ["self", "converter", "param", "dtype"]
     assert "_process_model_before_weight_loading" in dir(HfQuantizer)
+
+
+def test_packed_layers_are_there_when_a_model_is_divided_which_comes_before_it_is_filled() -> None:
+    source = inspect.getsource(PreTrainedModel.from_pretrained.__func__)
+    steps = (
+        "hf_quantizer.preprocess_model(",
+        "cls.maybe_distribute_model(model, distributed_config, mesh_manager)",
+        "cls._load_pretrained_model(",
+    )
+    places = [source.index(step) for step in steps]
+    assert places == sorted(places)
+    assert parameters_of(PreTrainedModel.maybe_distribute_model) == ["model", "distributed_config", "mesh_manager"]
+
+
+def test_a_divided_parameter_says_which_parts_of_it_a_rank_keeps() -> None:
+    assert parameters_of(sharding_utils.DtensorShardOperation) == ["param"]
+    assert parameters_of(sharding_utils.DtensorShardOperation.shard_tensor)[:2] == ["self", "source"]
+    parts = [sharding_utils._local_shard_size_and_offset(100, 3, rank) for rank in range(3)]
+    assert parts == [(34, 0), (34, 34), (32, 68)]
+
+
+def test_a_layer_that_computes_with_its_part_alone_says_so_to_the_parallel_styles() -> None:
+    packed, plain = torch.nn.Module(), torch.nn.Module()
+    packed._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
+    for name in ("colwise", "rowwise"):
+        style = tensor_parallel.ALL_PARALLEL_STYLES[name]
+        assert style.should_use_local_tensors(packed) and not style.should_use_local_tensors(plain)
 
 
 def test_attention_functions_are_looked_up_by_the_modules_own_configuration() -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import headrace
-from headrace.errors import InvalidSetting, ModelError, RankFailed, ServingError, UnsupportedQuantization
+from headrace.errors import InvalidSetting, ModelError, RankFailed, ServingError
 from headrace.serving.decisions import LONG_PROMPT_TOKENS
 from headrace.serving.engine import SamplingOptions
 from headrace.settings import Settings
@@ -166,6 +166,19 @@ def test_two_ranks_say_what_one_process_says(ranks: RankProcesses, folder: Path)
     assert seeded == again and len({tuple(tokens) for tokens in seeded}) == 3
 
 
+@pytest.mark.parametrize("name", ["ct-fp8-dynamic-llama", "ar-auto_gptq-llama"])
+def test_two_ranks_say_it_with_packed_layers_too(
+    ranks: RankProcesses, quantized: QuantizedCheckpoints, name: str
+) -> None:
+    folder = quantized[name].folder
+    leader, follower = ranks.run(with_engine, str(folder), generate)
+    assert (leader.error, follower.error) == (None, None)
+    [tokens] = leader.value
+    model = headrace.load_model(folder, dtype=torch.float32, settings=Settings(progress=False))
+    reference = model.generate(torch.tensor([PROMPT]), max_new_tokens=len(tokens), do_sample=False)
+    assert tokens == reference[0, len(PROMPT) :].tolist()
+
+
 def test_what_fails_on_rank_0_alone_leaves_both_ready_for_the_next(ranks: RankProcesses, folder: Path) -> None:
     leader, follower = ranks.run(with_engine, str(folder), failures_of_rank_0)
     assert (leader.error, follower.error) == (None, None)
@@ -176,12 +189,6 @@ def test_a_failure_within_a_pass_is_the_end(ranks: RankProcesses, folder: Path) 
     ranks.start(with_engine, str(folder), failure_in_a_pass)
     leader = ranks.outcome(0)
     assert leader.error is None and "Layer 2 failed." in leader.value
-
-
-@pytest.mark.parametrize("name", ["ct-fp8-dynamic-llama", "modelopt-nvfp4-kvfp8-llama"])
-def test_packed_layers_are_refused_before_there_is_a_group(name: str, quantized: QuantizedCheckpoints) -> None:
-    with pytest.raises(UnsupportedQuantization, match=r"cannot be divided among 2 ranks.*No weight byte.*--dequantize"):
-        headrace.load_model(quantized[name].folder, **divided(2))
 
 
 def test_what_cannot_be_divided_is_refused_before_there_is_a_group(folder: Path) -> None:

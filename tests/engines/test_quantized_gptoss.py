@@ -25,9 +25,8 @@ SECTION = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gpt-oss")
+def save_gpt_oss(path: Path) -> Path:
+    """Write a small random model as gpt-oss is published, and return the folder."""
     torch.manual_seed(0)
     config = GptOssConfig(
         hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS, num_experts_per_tok=2, num_hidden_layers=2,
@@ -47,6 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**content, "quantization_config": SECTION}))
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_gpt_oss(tmp_path_factory.mktemp("gpt-oss"))
 
 
 IDS = torch.arange(12).reshape(1, 12)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +28,7 @@ from headrace.cli.serve import ServeOptions
 from headrace.settings import Settings
 from tests.engines.models import rewrite
 from tests.engines.test_serving import make_model, make_tokenizer
+from tests.support.packed_models import pack
 
 pytestmark = pytest.mark.slow
 
@@ -41,13 +42,15 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 class Serving:
     """A server of two ranks in processes of its own, and what it prints."""
 
-    def __init__(self, uri: str, folder: Path, *, start: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, uri: str, folder: Path, *, start: list[str], environment: dict[str, str], options: list[str]
+    ) -> None:
         folder.mkdir()
         self._printed = folder / "printed"
         arguments = [uri, "--tp", "2", "--port", "0", "--dtype", "float32", "--no-progress", "--served-model-name", "m"]
         with self._printed.open("w") as printed:
             self.process = subprocess.Popen(
-                [sys.executable, *start, *arguments, "--cache-dir", str(folder / "cache")],
+                [sys.executable, *start, *arguments, "--cache-dir", str(folder / "cache"), *options],
                 stdout=printed,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
@@ -87,10 +90,15 @@ class Serving:
 
 @contextmanager
 def serving(
-    uri: str | Path, folder: Path, *, start: list[str] = SERVE, environment: dict[str, str] | None = None
+    uri: str | Path,
+    folder: Path,
+    *,
+    start: list[str] = SERVE,
+    environment: dict[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> Iterator[Serving]:
     """Run a server; when it has ended, no process of it is left."""
-    server = Serving(str(uri), folder / "server", start=start, environment=environment or {})
+    server = Serving(str(uri), folder / "server", start=start, environment=environment or {}, options=list(options))
     family: list[psutil.Process] = []
     try:
         yield server
@@ -117,6 +125,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def packed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("packed")
+    for path in folder.iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
+    return pack(place, "FP8, inputs per token")
+
+
+@pytest.fixture(scope="module")
 def server(
     folder: Path, seaweed: SeaweedServer, s3_client: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:
@@ -135,10 +151,10 @@ def client(server: Serving) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A server of one process."""
-    settings = Settings.from_environment({}, progress=False, cache_dir=tmp_path_factory.mktemp("cache"))
+@contextmanager
+def serving_alone(folder: Path, cache: Path) -> Iterator[httpx.Client]:
+    """Yield a client of a server of one process."""
+    settings = Settings.from_environment({}, progress=False, cache_dir=cache)
     options = ServeOptions(uri=str(folder), port=0, dtype="float32", served_model_name="m", settings=settings)
     server = command._make_server(options)
     thread = threading.Thread(target=server.run)
@@ -155,6 +171,12 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ht
         while client.get("/ready").status_code != 200:
             assert time.monotonic() < end
             time.sleep(0.05)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with serving_alone(folder, tmp_path_factory.mktemp("cache")) as client:
         yield client
 
 
@@ -196,6 +218,17 @@ def test_the_metrics_have_a_row_for_each_rank(client: httpx.Client, folder: Path
     assert received == [num_bytes - own for own in read]
     seconds = [rows[f'seconds{{rank="{rank}",source="{source}"}}'] for rank in "01" for source in ("store", "ranks")]
     assert sum(seconds) > 0 and len(rows) == 8
+
+
+@pytest.mark.parametrize("extra", [[], ["--model-loader-extra-config", '{"distributed": false}']])
+def test_packed_layers_answer_as_in_one_process(packed: Path, tmp_path: Path, extra: list[str]) -> None:
+    """With both ways to read: each byte once for all ranks, and each rank its own slices."""
+    with serving(packed, tmp_path, options=extra) as server, server.client() as ours:
+        with serving_alone(packed, tmp_path / "cache") as theirs:
+            for fields in ({}, {"prompt": [7, 9, 11] * 120, "max_tokens": 5}):
+                assert text_of(ours, **fields) == text_of(theirs, **fields)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
 
 
 def test_a_streamed_answer_and_a_stop_string(client: httpx.Client) -> None:

@@ -18,7 +18,6 @@ from headrace.engines.options import split_options
 from headrace.engines.parts import PartWishes, plan_part
 from headrace.engines.parts_selection import Selection, Stored, select
 from headrace.engines.quantized import PackingWishes, came_from_quantizer, pass_quantization
-from headrace.engines.quantizer import OUR_METHOD
 from headrace.errors import MissingDependency, ModelError, UnsupportedQuantization
 from headrace.quantization import CheckpointQuantization, QuantizationSection
 
@@ -52,12 +51,6 @@ class Construction:
     """What a part of the model takes of the checkpoint; None for the whole model."""
     cut: Callable[[Any], None] | None = None
     """Makes the part of the whole meta model, in place."""
-
-    @property
-    def keeps_packed(self) -> bool:
-        """Whether our own quantizer puts packed layers into the model."""
-        section = getattr(self.config, "quantization_config", None)
-        return isinstance(section, Mapping) and section.get("quant_method") == OUR_METHOD
 
     def run(self, values: Mapping[str, Any], fill: Fill) -> Any:
         """Return what ``from_pretrained`` returns for the state dict ``values``, the meta model having been filled by ``fill``.

@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace.engines.parts_account import MTP, NEEDLESS, OTHER_STAGES
 from headrace.engines.placement import Placement
+from headrace.engines.rank_slices import shown_plain
 from headrace.engines.renaming import Renamer
 from headrace.engines.values import Assembly, rehearsed_state_dict
 from headrace.errors import InvalidSetting
@@ -68,6 +69,11 @@ class PlacingClass:
             return result
 
         return self._load(model, load_config, load_weights)
+
+    def maybe_distribute_model(self, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        """Divide the meta model among ranks as the class does, packed layers among the others."""
+        with shown_plain(model):
+            return self._model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
 
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Run the class's ``from_pretrained`` with this object in the class's place.

@@ -15,9 +15,11 @@ from functools import cached_property
 import torch
 
 from headrace.checkpoint import Entry
+from headrace.engines.packed_slice import PackedSlice, StackedSlices
 from headrace.engines.placement import Placement
-from headrace.engines.readings import Bounds, Reading, Region, expanded_reading, plain_reading, shape_of, volume
+from headrace.engines.readings import Reading, Region, expanded_reading, plain_reading, shape_of, volume
 from headrace.engines.values import Assembly, Expansion, FindBlock, Index, Output, Plain, Stack, Take, no_block
+from headrace.quantization.weight_cuts import Bounds
 
 Whole = Plain | Expansion | Stack
 
@@ -40,6 +42,12 @@ class Parts:
     def pieces(self) -> Sequence[tuple[Entry, str]]:
         return tuple((entry, reading.name) for reading in self.readings for entry in reading.pieces)
 
+    @property
+    def replaced(self) -> Mapping[str, Sequence[Entry]]:
+        """Stored tensor → what is asked for in its place."""
+        nothing: dict[str, Sequence[Entry]] = {entry.name: () for entry, _ in self.whole.pieces}
+        return nothing | {name: some for reading in self.readings for name, some in reading.replaced.items()}
+
     def build(self, take: Take, block: FindBlock = no_block) -> dict[str, list[torch.Tensor]]:
         """Return the parts; each owns its memory, and of what was read beyond them nothing stays."""
         built: dict[str, list[torch.Tensor | None]] = {name: [None] * len(parts) for name, parts in self.bounds.items()}
@@ -58,18 +66,23 @@ class Parts:
 
 
 def cut(assemblies: Sequence[Assembly], placement: Placement, *, gap_bytes: int) -> tuple[list[Assembly], Placement]:
-    """Return ``assemblies`` and ``placement`` with those values cut of which only parts are asked for."""
-    cuts = [_cut(item, placement.asked, gap_bytes) if isinstance(item, Whole) else item for item in assemblies]
-    pieces: dict[str, list[Entry]] = {}
+    """Return ``assemblies`` and ``placement`` with those values cut of which only parts are asked for, and slices of packed weights that read no more than theirs."""
+    cuts = [_narrowed(item, placement.asked, gap_bytes) for item in assemblies]
+    pieces: dict[str, Sequence[Entry]] = {}
     for item in cuts:
-        if isinstance(item, Parts):
-            pieces |= {entry.name: [] for entry, _ in item.whole.pieces}
-            pieces |= {name: list(some) for reading in item.readings for name, some in reading.replaced.items()}
+        if isinstance(item, Parts | PackedSlice | StackedSlices):
+            pieces |= item.replaced
     if not pieces:
         return cuts, placement
     order = tuple(piece for entry in placement.order for piece in pieces.get(entry.name, (entry,)))
     targets = {piece.name: placement.targets[name] for name, some in pieces.items() for piece in some}
     return cuts, replace(placement, order=order, targets={**placement.targets, **targets})
+
+
+def _narrowed(assembly: Assembly, asked: Mapping[str, Sequence[Index]], gap_bytes: int) -> Assembly:
+    if isinstance(assembly, PackedSlice | StackedSlices):
+        return assembly.narrowed(gap_bytes=gap_bytes)
+    return _cut(assembly, asked, gap_bytes) if isinstance(assembly, Whole) else assembly
 
 
 def _cut(whole: Whole, asked: Mapping[str, Sequence[Index]], gap_bytes: int) -> Assembly:

@@ -9,7 +9,6 @@ from typing import Any
 import transformers
 
 from headrace.errors import InvalidSetting, ModelError, UnsupportedQuantization
-from headrace.quantization import QuantizationSection
 
 _CUT = ("colwise", "packed_colwise")
 """Styles of Transformers' plans that leave each rank its part of a projection's outputs; what they gather again may be cut anywhere."""
@@ -51,13 +50,12 @@ def check_parallel(model_class: Any, config: Any, num_ranks: int, *, source: str
     )
 
 
-def refuse_packed(section: QuantizationSection | None, num_ranks: int, *, source: str) -> UnsupportedQuantization:
-    """Return the error for packed layers that would have to be divided."""
-    kind = section.label if section is not None else "packed weights"
+def refuse_packed(path: str, packing: str, num_ranks: int, why: str) -> UnsupportedQuantization:
+    """Return the error for the layer at ``path``, packed by the scheme ``packing``, which would have to be divided in a way that is not done."""
     return UnsupportedQuantization(
-        f"{source} cannot be divided among {num_ranks} ranks: it is quantized with {kind}.",
-        "Codes, scales and zero points of a packed layer are not cut as a plain weight is. No weight byte was read.",
-        "Expand the weights as they arrive (--dequantize, dequantize=True), use one process, or the unquantized form of the model.",
+        f"{path} cannot be divided among {num_ranks} ranks as it is packed: {packing}.",
+        f"{why} No weight byte was read.",
+        "Expand the weights as they arrive (--dequantize, dequantize=True), use another number of ranks, or the unquantized form of the model.",
     )
 
 

@@ -18,6 +18,7 @@ from headrace.checkpoint import open_checkpoint
 from headrace.engines.installation import Installation, install_packed
 from headrace.engines.renaming import Renamer
 from headrace.engines.values import Assembly, Plain, Stack
+from headrace.errors import UnsupportedQuantization
 from headrace.quantization import CheckpointQuantization
 from headrace.settings import Settings
 
@@ -94,6 +95,7 @@ class HeadraceQuantizer(HfQuantizer):  # type: ignore[misc]
     ) -> Any:
         detected = self._detected(checkpoint_files)
         if detected is not None:
+            self._check_reader(model)
             config = self.quantization_config
             renamer = Renamer(model, get_model_conversion_mapping(model, config.key_mapping))
             self.installation = install_packed(
@@ -115,6 +117,16 @@ class HeadraceQuantizer(HfQuantizer):  # type: ignore[misc]
         renamer = Renamer(model, weight_conversions)
         converters, renamings = _conversions(self.installation.assemblies, renamer)
         return [*converters, *weight_conversions, *renamings]
+
+    def _check_reader(self, model: Any) -> None:
+        """Raise where ranks divide the model and Transformers reads the files itself: it would cut packed parts as if they were plain weights."""
+        parallel = getattr(model.config, "distributed_config", None)
+        if self.quantization_config.detected is None and parallel is not None and parallel.tp_size > 1:
+            raise UnsupportedQuantization(
+                f"{type(model).__name__} stays packed, and cannot be divided among {parallel.tp_size} ranks by from_pretrained.",
+                "Transformers cuts the stored parts of packed layers as if they were plain weights. No weight byte was read.",
+                "Load it with headrace.load_model, which cuts them as they are packed, or use one process.",
+            )
 
     def _detected(self, checkpoint_files: Sequence[str] | None) -> CheckpointQuantization | None:
         detected = self.quantization_config.detected

@@ -18,15 +18,12 @@ import torch
 
 from headrace.checkpoint import DTYPES, Entry
 from headrace.engines.values import Expansion, Take
-from headrace.quantization.scheme import Role, Scheme
-from headrace.quantization.slices import WeightSlice, slice_weight
+from headrace.quantization.scheme import Role
+from headrace.quantization.weight_cuts import Bounds, WeightCut
 from headrace.streaming import torch_dtype, torch_shape
 
 MOST_RUNS = 4096
 """Of more runs than this the rows are read: each is a read of its own to plan and to place."""
-
-Bounds = tuple[tuple[int, int], ...]
-"""For each dimension where the part starts and where it stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class ExpandedReading:
     expansion: Expansion
     name: str
     region: Region
-    cut: _Cut
+    cut: WeightCut
     parts: Mapping[Role, PlainReading]
     """In the order of the files: of views the part or what holds it, of what is packed anew all."""
 
@@ -148,66 +145,6 @@ class ExpandedReading:
         return [out]
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """How the parts of a slice of a weight come out of the whole weight's, tried out on the meta device."""
-
-    scheme: Scheme
-    shape: tuple[int, int]
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-    whole: Mapping[Role, torch.Tensor]
-
-    @cached_property
-    def slice(self) -> WeightSlice:
-        return self._slice(self.whole)
-
-    @cached_property
-    def repacked(self) -> frozenset[Role]:
-        """The parts that are no views of the whole weight's."""
-        parts = self.slice.parts.items()
-        return frozenset(
-            role for role, part in parts if part is not self.whole[role] and part._base is not self.whole[role]
-        )
-
-    def bounds(self, role: Role) -> Bounds:
-        """Return what must be read of the whole part: the part where that is a slice of it, else all."""
-        whole, part = self.whole[role], self.slice.parts[role]
-        if not self._is_slice(role):
-            return tuple((0, size) for size in whole.shape)
-        rest, bounds = int(part.storage_offset()), []
-        for size, stride in zip(part.shape, whole.stride(), strict=True):
-            start, rest = divmod(rest, stride)
-            bounds.append((start, start + size))
-        return tuple(bounds)
-
-    def parts_of(self, found: Mapping[Role, torch.Tensor]) -> dict[Role, torch.Tensor]:
-        """Return the parts of the slice out of what was read (see `bounds`)."""
-        parts = {}
-        for role, part in self.slice.parts.items():
-            if role in self.repacked:
-                continue
-            values = found[role]
-            start = values.storage_offset() + part.storage_offset()
-            parts[role] = values if self._is_slice(role) else values.as_strided(part.shape, part.stride(), start)
-        if self.repacked:
-            anew = self._slice(
-                {role: found[role] if role in self.repacked else self.whole[role] for role in self.whole}
-            )
-            parts |= {role: anew.parts[role] for role in self.repacked}
-        return parts
-
-    def _is_slice(self, role: Role) -> bool:
-        """Say whether a part is cut out of the whole one along its dimensions, or is that; another view of it is not."""
-        whole, part = self.whole[role], self.slice.parts[role]
-        return role not in self.repacked and part.stride() == whole.stride()
-
-    def _slice(self, parts: Mapping[Role, torch.Tensor]) -> WeightSlice:
-        if (self.rows, self.columns) == ((0, self.shape[0]), (0, self.shape[1])):
-            return WeightSlice(scheme=self.scheme, parts=dict(parts), shape=self.shape)
-        return slice_weight(self.scheme, parts, shape=self.shape, rows=self.rows, columns=self.columns)
-
-
 def plain_reading(entry: Entry, name: str, regions: Sequence[Region], *, gap_bytes: int) -> PlainReading | None:
     """Return what is read for ``regions`` of ``entry``; None where several values share a byte."""
     if DTYPES[entry.dtype].packed != 1:
@@ -226,12 +163,12 @@ def expanded_reading(expansion: Expansion, name: str, region: Region, *, gap_byt
         role: torch.empty(torch_shape(entry), dtype=torch_dtype(entry), device="meta")
         for role, entry in entries.items()
     }
-    cut = _Cut(expansion.weight.scheme, expansion.weight.shape, rows, columns, whole)
+    cut = WeightCut(expansion.weight.scheme, expansion.weight.shape, rows, columns, whole)
     try:
         made = cut.slice.parts
     except (RuntimeError, ValueError):  # it looks at values, or is not cut at all
         return None
-    if not set(made) <= set(whole) or Role.CODES in cut.repacked:
+    if Role.CODES in cut.repacked:
         return None
     parts = {}
     for role, entry in entries.items():

@@ -16,7 +16,7 @@ from headrace.engines.calibration import Calibration
 from headrace.engines.options import check_options
 from headrace.engines.routing import LoaderDecision, LoaderRequest, UriKind, choose_loader, route
 from headrace.errors import InvalidSetting, MissingDependency
-from headrace.quantization import CheckpointQuantization, QuantizationSection
+from headrace.quantization import CheckpointQuantization
 from headrace.settings import Settings
 from headrace.storage import parse_uri
 from headrace.storage.revision import with_revision
@@ -33,7 +33,7 @@ try:
     from headrace.engines.construction import Construction, ModelWishes, prepare_construction
     from headrace.engines.dummy import RandomWeights
     from headrace.engines.modelopt import Workflow, prepare_workflow, refuse_calibration
-    from headrace.engines.parallel import check_parallel, num_tensor_ranks, refuse_packed
+    from headrace.engines.parallel import check_parallel, num_tensor_ranks
     from headrace.engines.parts import PartWishes
     from headrace.engines.parts_selection import Stored
     from headrace.engines.quantized import PackingWishes, detect_quantization, read_quantization
@@ -219,7 +219,7 @@ class _ModelLoad:
             construction = prepare_construction(
                 folder, section, detected, source=source, wishes=self.wishes, stored=self._stored(checkpoint, decision)
             )
-            self._check_parallel(decision, construction, section)
+            self._check_parallel(decision, construction)
             workflow = self._workflow(decision, source, side_files, construction.config)
             weights = self._weights(decision, source, checkpoint, construction)
         try:
@@ -235,9 +235,7 @@ class _ModelLoad:
         workflow.run(model, self.progress)
         return result, replace(weights.report(), load_format=LoadFormat.MODELOPT)
 
-    def _check_parallel(
-        self, decision: LoaderDecision, construction: Construction, section: QuantizationSection | None
-    ) -> None:
+    def _check_parallel(self, decision: LoaderDecision, construction: Construction) -> None:
         """Raise an error of ours for a model that the ranks of a tensor-parallel load cannot share."""
         num_ranks, source = num_tensor_ranks(self.wishes.options), construction.source
         if num_ranks == 1:
@@ -248,8 +246,6 @@ class _ModelLoad:
                 "NVIDIA ModelOpt's workflow wants the whole model in one process.",
                 "Use one process, or quantize the model first.",
             )
-        if construction.keeps_packed:
-            raise refuse_packed(section, num_ranks, source=source)
         check_parallel(construction.model_class, construction.config, num_ranks, source=source)
 
     def _workflow(self, decision: LoaderDecision, source: str, side_files: SideFiles, config: Any) -> Workflow | None:

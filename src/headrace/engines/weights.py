@@ -27,6 +27,7 @@ from headrace.engines.parts_hints import with_hints
 from headrace.engines.parts_selection import Selection
 from headrace.engines.placement import Placement, check_ledger, check_placement
 from headrace.engines.quantizer import HeadraceQuantizer
+from headrace.engines.rank_slices import with_slices
 from headrace.engines.renaming import Renamer
 from headrace.engines.stacking import stack_experts
 from headrace.engines.values import Assembly, Stack, StoredValues, state_dict
@@ -144,7 +145,7 @@ class StreamedWeights:
         """Return everything that may be fed to ``model``: packed parts for our layers, or weights expanded on their way, and the rest as it is stored."""
         quantizer, expanded = load_config.hf_quantizer, self._conditions.expanded
         if isinstance(quantizer, HeadraceQuantizer):
-            self._installation = quantizer.installation
+            self._installation = with_slices(model, quantizer.installation)
         elif expanded is not None:
             renamer = Renamer(model, load_config.weight_mapping or ())
             self._installation = expand(model, expanded, renamer, dtype=load_config.dtype)

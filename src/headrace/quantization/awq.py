@@ -103,6 +103,7 @@ class Awq(Scheme):
             group_size=self.group_size,
             index=parts.get(Role.GROUP_INDEX),
             device=parts[Role.SCALE].device,
+            is_literal=True,
         )
         cut = slice_input_parts(parts, columns)
         words = parts[Role.CODES][slice(*columns), rows[0] // _PER_WORD : -(-rows[1] // _PER_WORD)]
@@ -127,6 +128,7 @@ class Awq(Scheme):
             num_columns=num_columns,
             group_size=self.group_size,
             index=parts.get(Role.GROUP_INDEX),
+            is_literal=True,
         )
 
     def _zero(self, parts: Parts) -> torch.Tensor:

@@ -17,7 +17,7 @@ version the label says, and `Gptq.check_values` tells of a wrong label. Of asymm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -52,6 +52,8 @@ class Gptq(Scheme):
     """1: stored zero points are one less than what they mean."""
     symmetric: bool = True
     """``sym``: every zero point is ``2**(bits - 1)``."""
+    is_slice: bool = False
+    """Of a slice of a weight: an index means what it says, also where it is 0 throughout."""
 
     def __post_init__(self) -> None:
         require_parameters("GPTQ", group_size=self.group_size, bits=self.bits, known_bits=(2, 3, 4, 8))
@@ -95,7 +97,7 @@ class Gptq(Scheme):
         index, num_groups = parts.get(Role.GROUP_INDEX), parts[Role.SCALE].shape[0]
         found = (
             self._zero_point_warning(self._stored_zero(parts), module),
-            index_warning(index, num_groups, f"{module}.g_idx"),
+            index_warning(index, num_groups, f"{module}.g_idx", is_literal=self.is_slice),
         )
         return " ".join(sentence for sentence in found if sentence) or None
 
@@ -117,12 +119,16 @@ class Gptq(Scheme):
         codes = self._scales(parts, values.shape[1]).nearest(values)
         return pack_bits(codes, self.bits).t().contiguous()
 
+    def at(self, row: int, column: int) -> Gptq:
+        """Return the scheme of a slice of a weight of this one."""
+        return replace(self, is_slice=True)
+
     def slice_parts(
         self, parts: Parts, *, shape: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
     ) -> dict[Role, torch.Tensor]:
         """Return parts that stand for rows and columns ``[start, stop)`` of the weight of ``shape``; views of ``parts`` where words need no new packing.
 
-        Zero points come unpacked. An index that says nothing is left out.
+        Zero points come unpacked. A weight with an index keeps all groups; with one group the index is left out.
         """
         groups, index = cut_groups(
             columns,
@@ -131,6 +137,7 @@ class Gptq(Scheme):
             group_size=self.group_size,
             index=parts.get(Role.GROUP_INDEX),
             device=parts[Role.SCALE].device,
+            is_literal=self.is_slice,
         )
         cut = slice_input_parts(parts, columns)
         cut[Role.CODES] = slice_words(parts[Role.CODES][:, slice(*rows)].t(), self.bits, columns).t()
@@ -156,6 +163,7 @@ class Gptq(Scheme):
             num_columns=num_columns,
             group_size=self.group_size,
             index=parts.get(Role.GROUP_INDEX),
+            is_literal=self.is_slice,
         )
 
     def _stored_zero(self, parts: Parts) -> torch.Tensor:

@@ -80,20 +80,26 @@ def group_scales(
     num_columns: int,
     group_size: int | None,
     index: torch.Tensor | None = None,
+    is_literal: bool = False,
 ) -> GroupScales:
     """Return the scales of a weight with ``num_columns`` input features from its stored parts; without a ``group_size`` there is one group.
 
-    ``index`` is a stored ``g_idx``, see `group_of_columns`.
+    ``index`` is a stored ``g_idx``, or that of a slice, which is literal: see `group_of_columns`.
     """
     groups: torch.Tensor | None = None
     if group_size is None or scale.shape[1] == 1:
         group_size = num_columns
     elif index is not None or num_columns % group_size:
-        groups = group_of_columns(index, num_columns=num_columns, group_size=group_size, device=scale.device)
+        groups = group_of_columns(
+            index, num_columns=num_columns, group_size=group_size, device=scale.device, is_literal=is_literal
+        )
         if groups.device.type == "cpu" and num_columns % group_size == 0:
-            # Most stored indices are plain. Elsewhere the look would have to wait for the device.
+            # Most stored indices are plain, those of slices from some group on. Elsewhere the look would have to wait for the device.
+            first, count = int(groups[0]), num_columns // group_size
             plain = group_of_columns(None, num_columns=num_columns, group_size=group_size, device=groups.device)
-            groups = None if torch.equal(groups, plain) else groups
+            if torch.equal(groups, plain + first):
+                groups, scale = None, scale[:, first : first + count]
+                zero = zero if isinstance(zero, int) else zero[:, first : first + count]
     return GroupScales(scale=scale.detach(), zero=_single(zero), bits=bits, group_size=group_size, index=groups)
 
 
@@ -106,12 +112,15 @@ def _single(zero: int | torch.Tensor) -> int | torch.Tensor:
 
 
 def group_of_columns(
-    index: torch.Tensor | None, *, num_columns: int, group_size: int, device: torch.device
+    index: torch.Tensor | None, *, num_columns: int, group_size: int, device: torch.device, is_literal: bool = False
 ) -> torch.Tensor:
     """Return the group of each input feature of a weight that has several groups: int64 ``[K]``, on ``device``.
 
-    A stored ``index`` that is zero throughout stands for none, and so does one with a negative entry: compressed-tensors 0.9 marks one that was never written with -1.
+    A stored ``index`` that is zero throughout stands for none, and so does one with a negative entry: compressed-tensors 0.9 marks one that was never written with -1. One that
+    ``is_literal`` means what it says: features of a slice may all be of group 0.
     """
+    if index is not None and is_literal:
+        return index.long()[:num_columns]
     plain = torch.arange(num_columns, device=device) // group_size
     if index is None:
         return plain
@@ -127,16 +136,22 @@ def cut_groups(
     group_size: int | None,
     index: torch.Tensor | None,
     device: torch.device,
+    is_literal: bool = False,
 ) -> tuple[slice, torch.Tensor | None]:
     """Return which groups input features ``[start, stop)`` use, and the index (int32 ``[stop - start]``, on ``device``) that they then need, counted from the first of these groups.
 
-    None where groups of ``group_size`` follow one another from the first feature on. The range is as tight as can be, so an index that is zero throughout comes with one group only.
+    None where groups of ``group_size`` follow one another from the first feature on. Without an ``index`` the range is as tight as can be, so that one that is zero throughout comes
+    with one group only. Of a weight with an index any feature may be of any group: all groups are kept, whatever the values, which need not be there; what comes is literal.
     """
     start, stop = columns
     if group_size is None or num_groups == 1:
         return slice(0, 1), None
-    if index is None and start % group_size == 0:
-        return slice(start // group_size, -(-stop // group_size)), None
-    groups = group_of_columns(index, num_columns=num_columns, group_size=group_size, device=device)[start:stop]
-    first, last = int(groups.amin()), int(groups.amax())
-    return slice(first, last + 1), (groups - first).to(torch.int32)
+    if index is not None:
+        groups = group_of_columns(
+            index, num_columns=num_columns, group_size=group_size, device=index.device, is_literal=is_literal
+        )
+        return slice(0, num_groups), groups[start:stop].to(torch.int32)
+    first, end = start // group_size, -(-stop // group_size)
+    if start % group_size == 0:
+        return slice(first, end), None
+    return slice(first, end), (torch.arange(start, stop, device=device) // group_size - first).to(torch.int32)

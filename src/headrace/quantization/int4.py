@@ -12,7 +12,7 @@ The value is ``(code - zero) * scale``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -46,6 +46,8 @@ class PackedInt(Scheme):
     """Input features per scale; None: one scale per row."""
     symmetric: bool = True
     """False: there must be zero points. True: there may be; they count all the same."""
+    is_slice: bool = False
+    """Of a slice of a weight: an index means what it says, also where it is 0 throughout."""
 
     def __post_init__(self) -> None:
         require_parameters("pack-quantized", group_size=self.group_size, bits=self.bits, known_bits=(2, 4, 8))
@@ -89,7 +91,8 @@ class PackedInt(Scheme):
                     "Take both tensors from where the model was made.",
                 )
         groups = _matrix(parts[Role.SCALE], rows).shape[1]
-        found = [index_warning(parts.get(Role.GROUP_INDEX), groups, f"{module}.weight_g_idx")]
+        index, name = parts.get(Role.GROUP_INDEX), f"{module}.weight_g_idx"
+        found = [index_warning(index, groups, name, is_literal=self.is_slice)]
         if self.symmetric and Role.ZERO_POINT in parts and bool((self._zero(parts, rows) != self._bias).any()):
             found.append(
                 f"{module} is said to be symmetric, but has a weight_zero_point that is not 0; it is subtracted, as the tensors say."
@@ -120,6 +123,10 @@ class PackedInt(Scheme):
         shape = (values.shape[0], values.shape[1])
         return pack_bits(self._scales(parts, shape).nearest(values), self.bits)
 
+    def at(self, row: int, column: int) -> PackedInt:
+        """Return the scheme of a slice of a weight of this one."""
+        return replace(self, is_slice=True)
+
     def slice_parts(
         self, parts: Parts, *, shape: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int]
     ) -> dict[Role, torch.Tensor]:
@@ -133,6 +140,7 @@ class PackedInt(Scheme):
             group_size=self.group_size,
             index=index,
             device=scale.device,
+            is_literal=self.is_slice,
         )
         cut = slice_input_parts(parts, columns)
         cut[Role.CODES] = slice_words(words[slice(*rows)], self.bits, columns)
@@ -179,6 +187,7 @@ class PackedInt(Scheme):
             num_columns=columns,
             group_size=self.group_size,
             index=parts.get(Role.GROUP_INDEX),
+            is_literal=self.is_slice,
         )
 
     def _zero(self, parts: Parts, rows: int) -> torch.Tensor:

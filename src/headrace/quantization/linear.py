@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace.quantization.parameters import FixedTypes, add_parts, parts_of, round_scaled, scale_inputs
+from headrace.quantization.input_slices import InputSlice
+from headrace.quantization.parameters import FixedTypes, add_parts, drop_parts, parts_of, round_scaled, scale_inputs
 from headrace.quantization.rounding import check_inputs, describe_inputs
 from headrace.quantization.scheme import Role, WeightQuantization
+from headrace.quantization.weight_cuts import WeightCut
 
 
 class QuantizedLinear(FixedTypes):
@@ -33,26 +35,40 @@ class QuantizedLinear(FixedTypes):
         Raises `UnsupportedQuantization` for a rounding of inputs that is not known.
         """
         super().__init__()
-        self.quantization = weight
+        self.quantization = self.stored = weight
         self.out_features, self.in_features = weight.shape
         self.quantize_inputs = quantize_inputs and weight.inputs is not None
         if self.quantize_inputs and weight.inputs is not None:
             check_inputs(weight.inputs, has_scale=Role.INPUT_SCALE in weight.parts)
         add_parts(self, weight, stack=(), device=device)
+        self.cut: WeightCut | None = None
+        self.input_slice: InputSlice | None = None
         self.bias: nn.Parameter | None = None
         if has_bias:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device))
+
+    def keep_slice(self, cut: WeightCut, input_slice: InputSlice | None = None) -> None:
+        """Become one rank's part of the layer: parts are made anew for the slice ``cut``, with undefined values, and what is in the layer is dropped.
+
+        The input then has the features of the slice alone, which ``input_slice`` tells from those of other ranks, and the output its rows, or with columns alone its share of the
+        sum. ``out_features``, ``in_features`` and ``stored`` stay the whole layer's, for whoever puts the ranks' outputs together. The bias is left as it is.
+        """
+        device = self.get_parameter(self.fixed_names[0]).device
+        drop_parts(self)
+        self.cut, self.input_slice = cut, input_slice
+        self.quantization = cut.narrowed(self.quantization)
+        add_parts(self, self.quantization, stack=(), device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` ``[…, in_features]`` times the weight, plus the bias, as ``[…, out_features]`` in ``x``'s dtype."""
         parts = parts_of(self, self.quantization, of_input=True)
         x = scale_inputs(x, parts)
-        rounded = round_scaled(x, self.quantization, parts) if self.quantize_inputs else x
+        rounded = round_scaled(x, self.quantization, parts, self.input_slice) if self.quantize_inputs else x
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return functional.linear(rounded, self.dequantized(x.dtype), bias)
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weight ``[out_features, in_features]`` in ``dtype``: a new tensor. The pre-scale is not in it."""
+        """Return the weight ``[out_features, in_features]`` in ``dtype``, of a rank's layer its slice: a new tensor. The pre-scale is not in it."""
         weight = self.quantization
         with torch.no_grad():
             return weight.scheme.dequantize(parts_of(self, weight, of_input=False), shape=weight.shape, dtype=dtype)
@@ -63,6 +79,7 @@ class QuantizedLinear(FixedTypes):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"scheme={self.quantization.scheme.describe()}, inputs={inputs}"
+            + (f", of which {list(self.quantization.shape)} are this rank's" if self.cut is not None else "")
         )
 
 

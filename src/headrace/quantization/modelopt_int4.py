@@ -91,6 +91,7 @@ class ModeloptInt4(Scheme):
             group_size=self.group_size,
             index=parts.get(Role.GROUP_INDEX),
             device=scale.device,
+            is_literal=True,
         )
         cut = slice_input_parts(parts, columns)
         octets = parts[Role.CODES][rows[0] // 2 : -(-rows[1] // 2), slice(*columns)]
@@ -114,6 +115,7 @@ class ModeloptInt4(Scheme):
             num_columns=num_columns,
             group_size=self.group_size,
             index=parts.get(Role.GROUP_INDEX),
+            is_literal=True,
         )
 
     @torch.no_grad()

@@ -121,15 +121,15 @@ def require_parameters(
         )
 
 
-def index_warning(index: torch.Tensor | None, num_groups: int, name: str) -> str | None:
-    """Return a sentence that warns of an ``index``, stored as ``name``, that is 0 throughout beside several groups; None of any other that can be right.
+def index_warning(index: torch.Tensor | None, num_groups: int, name: str, *, is_literal: bool = False) -> str | None:
+    """Return a sentence that warns of an ``index``, stored as ``name``, that is 0 throughout beside several groups; None of any other that can be right, and of one that ``is_literal``.
 
     Raises `UnsupportedQuantization` where it names a group that does not exist. -1 throughout stands for no index (see `group_of_columns`).
     """
     if index is None or num_groups == 1:
         return None
     lowest, highest = int(index.amin()), int(index.amax())
-    if lowest == highest == 0:
+    if lowest == highest == 0 and not is_literal:
         return f"{name} is 0 throughout, but there are {num_groups} groups; groups are taken to follow one another."
     if highest >= num_groups or (lowest < 0 and not lowest == highest == -1):
         raise UnsupportedQuantization(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace.quantization.input_slices import InputSlice
 from headrace.quantization.rounding import round_inputs
 from headrace.quantization.scheme import ROLES_OF_INPUT, Parts, Role, WeightQuantization
 
@@ -41,6 +42,13 @@ def add_parts(
     module.fixed_names = tuple(part.suffix for part in weight.parts.values())
 
 
+def drop_parts(module: FixedTypes) -> None:
+    """Take the parameters that `add_parts` gave ``module`` out of it."""
+    for name in module.fixed_names:
+        del module._parameters[name]
+    module.fixed_names = ()
+
+
 def parts_of(module: nn.Module, weight: WeightQuantization, *, of_input: bool, index: int | None = None) -> Parts:
     """Return the parts of ``module`` that say something of the layer's input, or else those of the weight itself. With ``index``, that row of each."""
     parts = {}
@@ -57,8 +65,8 @@ def scale_inputs(x: Tensor, parts: Parts) -> Tensor:
     return x if scale is None else x * scale.to(x.dtype)
 
 
-def round_scaled(x: Tensor, weight: WeightQuantization, parts: Parts) -> Tensor:
-    """Return ``x``, which `scale_inputs` has seen, rounded as ``weight`` wants its inputs; ``parts`` are those of the input."""
+def round_scaled(x: Tensor, weight: WeightQuantization, parts: Parts, part: InputSlice | None = None) -> Tensor:
+    """Return ``x``, which `scale_inputs` has seen, rounded as ``weight`` wants its inputs; ``parts`` are those of the input, of which ``part`` says which features ``x`` has."""
     if weight.inputs is None:
         return x
-    return round_inputs(x, weight.inputs, parts.get(Role.INPUT_SCALE), parts.get(Role.INPUT_ZERO_POINT))
+    return round_inputs(x, weight.inputs, parts.get(Role.INPUT_SCALE), parts.get(Role.INPUT_ZERO_POINT), part)

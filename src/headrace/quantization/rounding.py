@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import UnsupportedQuantization
+from headrace.quantization.input_slices import InputSlice, Share, alone
 from headrace.quantization.scheme import InputQuantization
 
 E4M3_MAX = 448.0
@@ -74,20 +75,29 @@ def describe_inputs(inputs: InputQuantization | None) -> str:
 
 
 def round_inputs(
-    x: Tensor, inputs: InputQuantization, scale: Tensor | None, zero_point: Tensor | None = None
+    x: Tensor,
+    inputs: InputQuantization,
+    scale: Tensor | None,
+    zero_point: Tensor | None = None,
+    part: InputSlice | None = None,
 ) -> Tensor:
     """Return ``x`` ``[…, K]`` rounded as ``inputs`` says, in ``x``'s dtype and shape; a new tensor, ``x`` is not changed.
 
     ``scale`` is the stored `Role.INPUT_SCALE` (one element, any float dtype): the step itself where ``inputs`` is static, and of NVFP4 the second-level scale (1 where it is
-    None); dynamic roundings do not look at it. ``zero_point`` is the stored `Role.INPUT_ZERO_POINT` of static asymmetric INT8. Not differentiable.
+    None); dynamic roundings do not look at it. ``zero_point`` is the stored `Role.INPUT_ZERO_POINT` of static asymmetric INT8. Where ``x`` has some features only, ``part`` says which:
+    it is then rounded as the same features of the whole input. Not differentiable.
     """
     check_inputs(inputs, has_scale=scale is not None)
     with torch.no_grad():
         values = x.float()
         if inputs.granularity != "group":
-            return _round_rows(values, inputs, _scalar(scale), _scalar(zero_point)).to(x.dtype)
+            share = alone if part is None else part.of_rows()
+            return _round_rows(values, inputs, _scalar(scale), _scalar(zero_point), share).to(x.dtype)
         size = int(inputs.group_size or 0)
-        return _by_groups(values, size, lambda groups: _round_groups(groups, inputs, _scalar(scale))).to(x.dtype)
+        share, before = (alone, 0) if part is None else (part.of_groups(size), part.features_before(size))
+        return _by_groups(
+            values, size, lambda groups: _round_groups(groups, inputs, _scalar(scale), share), before=before
+        ).to(x.dtype)
 
 
 def round_kv(x: Tensor, format: str, group_size: int | None, scale: Tensor | None) -> Tensor:
@@ -129,7 +139,9 @@ def to_int8(values: Tensor) -> Tensor:
     return values.round().clamp(*INT8_RANGE)
 
 
-def _round_rows(values: Tensor, inputs: InputQuantization, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+def _round_rows(
+    values: Tensor, inputs: InputQuantization, scale: Tensor | None, zero_point: Tensor | None, share: Share
+) -> Tensor:
     """Round with the stored step, or with one per row (or for all of it) that is found here."""
     if not inputs.is_dynamic:
         assert scale is not None
@@ -140,49 +152,51 @@ def _round_rows(values: Tensor, inputs: InputQuantization, scale: Tensor | None,
     if not values.numel():
         return values
     if inputs.granularity == "tensor":
-        return _round_dynamic(values.reshape(1, -1), inputs).reshape(values.shape)
-    return _round_dynamic(values, inputs)
+        return _round_dynamic(values.reshape(1, -1), inputs, share).reshape(values.shape)
+    return _round_dynamic(values, inputs, share)
 
 
-def _round_groups(groups: Tensor, inputs: InputQuantization, scale: Tensor | None) -> Tensor:
+def _round_groups(groups: Tensor, inputs: InputQuantization, scale: Tensor | None, share: Share) -> Tensor:
     """Round ``groups`` ``[…, num_groups, group_size]``, each with a step of its own."""
     if inputs.format == "nvfp4":
         factor = torch.ones((), device=groups.device) if scale is None else scale
-        return _round_nvfp4(groups, factor, inputs.divisor and scale is not None)
+        return _round_nvfp4(groups, factor, inputs.divisor and scale is not None, share)
     if inputs.format == "mxfp4":
-        return _round_power_of_two(groups, E2M1_MAX, to_e2m1, inputs.power_of_two or "up")
+        return _round_power_of_two(groups, E2M1_MAX, to_e2m1, inputs.power_of_two or "up", share)
     if inputs.format == "mxfp8":
-        return _round_power_of_two(groups, E4M3_MAX, to_e4m3, inputs.power_of_two or "up")
-    return _round_dynamic(groups, inputs)
+        return _round_power_of_two(groups, E4M3_MAX, to_e4m3, inputs.power_of_two or "up", share)
+    return _round_dynamic(groups, inputs, share)
 
 
-def _round_dynamic(values: Tensor, inputs: InputQuantization) -> Tensor:
+def _round_dynamic(values: Tensor, inputs: InputQuantization, share: Share) -> Tensor:
     """Round with one step for each row of the last dimension, so that its largest magnitude is the largest code."""
     if inputs.format == "int8":
-        return _round_dynamic_int8(values, inputs.symmetric)
+        return _round_dynamic_int8(values, inputs.symmetric, share)
     power = inputs.power_of_two
     if power is not None:
-        return _round_power_of_two(values, E4M3_MAX, to_e4m3, power)
-    step = _amax(values) / E4M3_MAX
+        return _round_power_of_two(values, E4M3_MAX, to_e4m3, power, share)
+    step = share(_amax(values)) / E4M3_MAX
     return to_e4m3(_divide(values, step)) * step
 
 
-def _round_dynamic_int8(values: Tensor, symmetric: bool) -> Tensor:
+def _round_dynamic_int8(values: Tensor, symmetric: bool, share: Share) -> Tensor:
     # 255 steps between -128 and 127, as compressed-tensors has it: symmetric ranges end half a step beyond 127, which saturates.
     if symmetric:
-        step = _amax(values) / 127.5
+        step = share(_amax(values)) / 127.5
         return to_int8(_divide(values, step)) * step
-    low = values.amin(dim=-1, keepdim=True).clamp(max=0)
-    high = values.amax(dim=-1, keepdim=True).clamp(min=0)
+    lowest = values.amin(dim=-1, keepdim=True).clamp(max=0)
+    highest = values.amax(dim=-1, keepdim=True).clamp(min=0)
+    ends = share(torch.cat((-lowest, highest), dim=-1))
+    low, high = -ends[..., :1], ends[..., 1:]
     step = (high - low) / 255
     zero = to_int8(INT8_RANGE[0] - _divide(low, step))
     return (to_int8(_divide(values, step) + zero) - zero) * step
 
 
-def _round_nvfp4(groups: Tensor, scale: Tensor, divisor: bool) -> Tensor:
+def _round_nvfp4(groups: Tensor, scale: Tensor, divisor: bool, share: Share = alone) -> Tensor:
     """Round ``groups`` to E2M1 with steps that are E4M3 numbers times a second-level ``scale`` (or divided by it)."""
     # Each in the order of operations of the tool that stores the scale so.
-    amax = _amax(groups)
+    amax = share(_amax(groups))
     if divisor:
         step = to_e4m3(scale * (amax / E2M1_MAX)) / scale
     else:
@@ -190,9 +204,11 @@ def _round_nvfp4(groups: Tensor, scale: Tensor, divisor: bool) -> Tensor:
     return to_e2m1(_divide(groups, step)) * step
 
 
-def _round_power_of_two(groups: Tensor, largest: float, to_code: Callable[[Tensor], Tensor], rule: str) -> Tensor:
+def _round_power_of_two(
+    groups: Tensor, largest: float, to_code: Callable[[Tensor], Tensor], rule: str, share: Share
+) -> Tensor:
     """Round ``groups`` with steps that are powers of two, from 2**-127 to 2**127 (E8M0)."""
-    amax = _amax(groups)
+    amax = share(_amax(groups))
     step = _power_above(amax / largest) if rule == "up" else _power_near(amax, largest)
     return to_code(groups / step) * step
 
@@ -218,14 +234,14 @@ def _power(biased: Tensor) -> Tensor:
     return torch.where(biased == 0, 1 << 22, biased << 23).to(torch.int32).view(torch.float32)
 
 
-def _by_groups(values: Tensor, size: int, round_groups: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``round_groups`` to ``values`` cut into ``[…, num_groups, size]``; a last group that is shorter is filled with zeros meanwhile."""
+def _by_groups(values: Tensor, size: int, round_groups: Callable[[Tensor], Tensor], *, before: int = 0) -> Tensor:
+    """Apply ``round_groups`` to ``values`` cut into ``[…, num_groups, size]``; zeros stand meanwhile for what a last group lacks, and for the features of the first that lie ``before``."""
     columns = values.shape[-1]
     if not values.numel():
         return values
-    if missing := -columns % size:
-        values = torch.nn.functional.pad(values, (0, missing))
-    return round_groups(values.reshape(*values.shape[:-1], -1, size)).flatten(-2)[..., :columns]
+    if before or (before + columns) % size:
+        values = torch.nn.functional.pad(values, (before, -(before + columns) % size))
+    return round_groups(values.reshape(*values.shape[:-1], -1, size)).flatten(-2)[..., before : before + columns]
 
 
 def _amax(values: Tensor) -> Tensor:

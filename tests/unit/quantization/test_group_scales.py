@@ -170,7 +170,7 @@ def test_group_of_columns(index: list[int] | None, expected: list[int]) -> None:
 
 
 @given(data=st.data(), groups=st.integers(1, 4), group_size=st.integers(1, 6), has_index=st.booleans())
-def test_a_cut_has_the_groups_of_its_columns_and_no_more(
+def test_a_cut_has_the_groups_of_its_columns(
     data: st.DataObject, groups: int, group_size: int, has_index: bool
 ) -> None:
     columns = groups * group_size
@@ -182,12 +182,33 @@ def test_a_cut_has_the_groups_of_its_columns_and_no_more(
         (start, stop), num_columns=columns, num_groups=groups, group_size=group_size, index=index, device=CPU
     )
     numbers = torch.arange(groups)[chosen]
-    assert set(numbers[[0, -1]].tolist()) <= set(expected[start:stop].tolist())
-    if cut is None:
-        cut = group_of_columns(None, num_columns=stop - start, group_size=group_size, device=CPU)
-    assert numbers[cut.long()].equal(expected[start:stop])
-    resolved = group_of_columns(cut, num_columns=stop - start, group_size=group_size, device=CPU)
+    if index is None:
+        assert set(numbers[[0, -1]].tolist()) <= set(expected[start:stop].tolist())
+    else:
+        assert len(numbers) == groups, "any feature may be of any group"
+        ours = torch.empty_like(index, device="meta")
+        planned, without_values = cut_groups(
+            (start, stop), num_columns=columns, num_groups=groups, group_size=group_size, index=ours, device=ours.device
+        )
+        assert planned == chosen and (without_values is None) == (cut is None), "no value is looked at"
+    resolved = group_of_columns(
+        cut, num_columns=stop - start, group_size=group_size, device=CPU, is_literal=cut is not None
+    )
     assert len(numbers) == 1 or numbers[resolved].equal(expected[start:stop])
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_groups_that_follow_one_another_from_any_one_on_need_no_index(first: int) -> None:
+    """Of a slice; to look up the group of every feature costs several times as much."""
+    scale, index = torch.rand(3, 6), torch.arange(first * 4, first * 4 + 12) // 4
+    scales = group_scales(scale=scale, zero=8, bits=4, num_columns=12, group_size=4, index=index, is_literal=True)
+    assert scales.index is None and scales.scale.equal(scale[:, first : first + 3])
+
+
+def test_an_index_of_a_slice_that_is_0_throughout_means_group_0() -> None:
+    index = torch.zeros(8, dtype=torch.int32)
+    assert group_of_columns(index, num_columns=8, group_size=4, device=CPU, is_literal=True).tolist() == [0] * 8
+    assert group_of_columns(index, num_columns=8, group_size=4, device=CPU).tolist() == [0] * 4 + [1] * 4
 
 
 def test_under_a_scale_of_0_every_value_has_the_code_of_0() -> None:

@@ -7,12 +7,18 @@ import copy
 import pytest
 import torch
 from tests.support.byte_scheme import byte_weight, fill
+from tests.support.closeness import assert_computed_alike
+from tests.support.shared_largest import SharedLargest
 from torch.nn import functional
 
 from headrace.errors import UnsupportedQuantization
+from headrace.quantization.fp8 import Fp8Channel
+from headrace.quantization.input_slices import InputSlice
 from headrace.quantization.linear import QuantizedLinear, ScaledLinear
 from headrace.quantization.rounding import round_inputs
-from headrace.quantization.scheme import InputQuantization, Role
+from headrace.quantization.scheme import InputQuantization, Role, StoredPart, WeightQuantization
+from headrace.quantization.slices import slice_weight
+from headrace.quantization.weight_cuts import WeightCut
 
 STATIC = InputQuantization(format="e4m3", granularity="tensor", is_dynamic=False)
 TOKEN = InputQuantization(format="e4m3", granularity="token")
@@ -110,6 +116,39 @@ def test_its_text_says_the_scheme_and_the_rounding() -> None:
         "QuantizedLinear(in_features=8, out_features=6, bias=True, scheme=BYTES per tensor, inputs=FP8 static)"
     )
     assert "inputs=as they are" in repr(layer(Role.INPUT_SCALE, inputs=STATIC, quantize_inputs=False))
+
+
+@pytest.mark.parametrize("inputs", [TOKEN, STATIC, None])
+def test_ranks_that_divide_a_layer_compute_it_together(inputs: InputQuantization | None) -> None:
+    """Rows side by side, and columns as a sum; of columns each rank's input has its features alone, and is rounded as the whole is."""
+    parts = {
+        Role.CODES: StoredPart("weight", torch.float8_e4m3fn, (6, 8)),
+        Role.SCALE: StoredPart("weight_scale", torch.float32, (6, 1)),
+        Role.INPUT_SCALE: StoredPart("input_scale", torch.float32, ()),
+        Role.PRE_SCALE: StoredPart("pre_quant_scale", torch.float32, (8,)),
+    }
+    weight = WeightQuantization(scheme=Fp8Channel(), shape=(6, 8), parts=parts, inputs=inputs)
+    whole = QuantizedLinear(weight, has_bias=False, dtype=torch.float32)
+    fill(whole)
+
+    def kept(rows: slice, columns: slice, part: InputSlice | None = None) -> QuantizedLinear:
+        bounds = (rows.start, rows.stop), (columns.start, columns.stop)
+        made = copy.deepcopy(whole)
+        made.keep_slice(WeightCut.of(weight, *bounds), part)
+        stored = {role: whole.get_parameter(one.suffix).data for role, one in parts.items()}
+        cut = slice_weight(weight.scheme, stored, shape=weight.shape, rows=bounds[0], columns=bounds[1])
+        for role, one in cut.parts.items():
+            made.get_parameter(parts[role].suffix).data.copy_(one)
+        assert (made.out_features, made.in_features, made.stored) == (6, 8, weight)
+        assert "are this rank's" in repr(made) and made.fixed_names == whole.fixed_names
+        return made
+
+    sides = [kept(rows, slice(0, 8))(X) for rows in (slice(0, 4), slice(4, 6))]
+    assert_computed_alike(torch.cat(sides, dim=-1), whole(X))
+    ranks = SharedLargest((0, 3), 8)
+    summands = ranks.run(lambda part, columns: kept(slice(0, 6), columns, part)(X[..., columns]))
+    assert_computed_alike(sum(summands), whole(X))
+    assert ranks.num_asked == (inputs is TOKEN)
 
 
 def test_a_static_rounding_without_a_scale_is_refused() -> None:

@@ -9,16 +9,22 @@ import pytest
 import torch
 from tests.support.byte_scheme import ByteScheme, byte_weight, fill
 from tests.support.closeness import assert_computed_alike
+from tests.support.shared_largest import SharedLargest
 from torch import Tensor, nn
 from torch.nn import functional
 
 from headrace.errors import UnsupportedQuantization
+from headrace.quantization.fp8 import Fp8Channel
+from headrace.quantization.input_slices import InputSlice
 from headrace.quantization.rounding import round_inputs
-from headrace.quantization.scheme import InputQuantization, Role
-from headrace.quantization.stack import PackedStack, install_experts
+from headrace.quantization.scheme import InputQuantization, Role, StoredPart, WeightQuantization
+from headrace.quantization.slices import slice_weight
+from headrace.quantization.stack import PackedExperts, PackedStack, install_experts
+from headrace.quantization.weight_cuts import WeightCut
 
 NUM_EXPERTS, HIDDEN, INNER, NUM_TOKENS = 5, 8, 6, 7
 STATIC = InputQuantization(format="e4m3", granularity="tensor", is_dynamic=False)
+TOKEN = InputQuantization(format="e4m3", granularity="token")
 NVFP4 = InputQuantization(format="nvfp4", granularity="group", group_size=16, is_dynamic=False)
 
 
@@ -296,3 +302,77 @@ def test_stacks_that_do_not_fit_are_refused(transposed: bool) -> None:
         UnsupportedQuantization, match="Its gate_proj is 5 experts of 6 × 8; the checkpoint's is 4 experts"
     ):
         install_experts(Experts(), packed | {"gate_proj": few})
+
+
+def fp8_stack(rows: int, columns: int, seed: int, inputs: InputQuantization | None) -> PackedStack:
+    """Return a stack with a scale for each row, and one for the input of each expert."""
+    parts = {
+        Role.CODES: StoredPart("weight", torch.float8_e4m3fn, (rows, columns)),
+        Role.SCALE: StoredPart("weight_scale", torch.float32, (rows, 1)),
+        Role.INPUT_SCALE: StoredPart("input_scale", torch.float32, ()),
+        Role.PRE_SCALE: StoredPart("pre_quant_scale", torch.float32, (columns,)),
+    }
+    weight = WeightQuantization(scheme=Fp8Channel(), shape=(rows, columns), parts=parts, inputs=inputs)
+    made = PackedStack(weight, NUM_EXPERTS)
+    fill(made, seed)
+    made.get_parameter("weight").data.copy_(torch.randn(NUM_EXPERTS, rows, columns))
+    made.get_parameter("input_scale").data.mul_(0.01)
+    return made
+
+
+def keep(
+    made: PackedStack, rows: tuple[int, int], columns: tuple[int, int], experts: tuple[int, int], part: Any = None
+) -> None:
+    """Let ``made`` keep a slice, filled with the slices of what it holds."""
+    whole = {role: made.get_parameter(one.suffix).data for role, one in made.quantization.parts.items()}
+    made.keep_slice(WeightCut.of(made.quantization, rows, columns), experts, part)
+    for place, expert in enumerate(range(*experts)):
+        parts = {role: one[expert] for role, one in whole.items()}
+        cut = slice_weight(made.stored.scheme, parts, shape=made.stored.shape, rows=rows, columns=columns)
+        for role, one in made.quantization.parts.items():
+            made.get_parameter(one.suffix).data[place] = cut.parts[role]
+
+
+@pytest.mark.parametrize("inputs", [TOKEN, NVFP4, STATIC, None])
+def test_ranks_that_divide_the_inner_features_sum_up_to_the_whole(inputs: InputQuantization | None) -> None:
+    """Where the rounding of inner activations asks other ranks, it does so once for all experts, for a tensor of one shape whatever the routing is."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    sizes = ((INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER))
+    whole = {name: fp8_stack(*size, seed, inputs) for seed, (name, size) in enumerate(zip(names, sizes, strict=True))}
+    x, index, shares = routed()
+    experts = Experts()
+    install_experts(experts, whole)
+    expected = experts(x, index, shares)
+    ranks = SharedLargest((0, 4), INNER)
+
+    def run(part: InputSlice, features: slice) -> Tensor:
+        own = copy.deepcopy(experts)
+        assert isinstance(own, PackedExperts) and not own.is_sliced
+        inner, everyone = (features.start, features.stop), (0, NUM_EXPERTS)
+        for up in own.ups:
+            keep(up, inner, (0, HIDDEN), everyone)
+        keep(own.down, (0, HIDDEN), inner, everyone, part)
+        assert own.is_sliced and own.down.in_features == INNER
+        return own(x, index, shares)
+
+    assert_computed_alike(sum(ranks.run(run)), expected)
+    assert ranks.num_asked == (inputs in (TOKEN, NVFP4))
+
+
+def test_ranks_that_divide_the_experts_sum_up_to_the_whole() -> None:
+    names = ("gate_up_proj", "down_proj")
+    whole = {"gate_up_proj": fp8_stack(2 * INNER, HIDDEN, 1, TOKEN), "down_proj": fp8_stack(HIDDEN, INNER, 2, TOKEN)}
+    x, index, shares = routed()
+    experts = Experts()
+    install_experts(experts, whole)
+    expected, found = experts(x, index, shares), torch.zeros_like(x)
+    for first, stop in ((0, 2), (2, NUM_EXPERTS)):
+        own = copy.deepcopy(experts)
+        for name in names:
+            made = own.get_submodule(name)
+            assert isinstance(made, PackedStack)
+            keep(made, (0, made.out_features), (0, made.in_features), (first, stop))
+        own.num_experts = stop - first
+        here = (index >= first) & (index < stop)
+        found += own(x, torch.where(here, index - first, own.num_experts), shares * here)
+    assert_computed_alike(found, expected)
