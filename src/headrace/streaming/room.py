@@ -21,7 +21,7 @@ from headrace.streaming.memory import (
     capacity_for,
     default_memory_limit,
 )
-from headrace.units import KIB, MIB, UNLIMITED, format_bytes
+from headrace.units import GIB, KIB, MIB, UNLIMITED, format_bytes
 
 Ownership = Literal["owned", "leased"]
 
@@ -29,6 +29,7 @@ LONGEST_WINDOW_BYTES = 64 * MIB
 _MOST_HELD = 3
 """How many times the largest tensor leases need room for: what is free beside one that is held, on one side of it or the other, is then enough for the next."""
 _SMALLEST_READ_BYTES = 64 * KIB
+_LEAST_PINNED_BYTES = GIB
 
 
 class Room(Protocol):
@@ -240,6 +241,8 @@ def leased_room(
     """
     wanted = 2 * sum(entry.size_bytes + ALIGNMENT for entry in entries)
     limit = wanted if limit_bytes == UNLIMITED else limit_bytes
+    if pinning is not None and settings.memory_limit_bytes is None:
+        limit = min(limit, _pinned_bytes(settings.rank_transport))
     terms = LeaseTerms(
         limit_bytes=limit,
         hard_limit_bytes=max(int(available_bytes * 0.9) // settings.local_ranks, limit),
@@ -251,6 +254,14 @@ def leased_room(
     if largest is not None:
         _check_largest(largest, terms, wanted, is_oversized=memory.is_oversized(largest.size_bytes))
     return LeasedRoom(memory)
+
+
+def _pinned_bytes(transport: TransportSettings) -> int:
+    """Return how much is pinned where nobody said: room for the reads under way and for what waits to be copied.
+
+    Pinning makes every page of a buffer before the first read, whether it comes to be used or not: 0.4 CPU seconds a GiB and more.
+    """
+    return max(_LEAST_PINNED_BYTES, 2 * transport.num_connections * transport.read_bytes)
 
 
 def _check_largest(largest: Entry, terms: LeaseTerms, wanted_bytes: int, *, is_oversized: bool) -> None:

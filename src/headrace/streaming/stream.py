@@ -29,6 +29,7 @@ from headrace.streaming.leases import OnBudget
 from headrace.streaming.memory import Bytes, SharedFiles, available_memory_bytes
 from headrace.streaming.pinning import pinning_for
 from headrace.streaming.plan import Plan, PlannedRead, plan_reads
+from headrace.streaming.readahead import ReadAhead
 from headrace.streaming.report import LoadReport
 from headrace.streaming.room import (
     Block,
@@ -192,6 +193,7 @@ class TensorStream:
         self._destinations: dict[int, Destination] = {}
         self._taken: set[int] = set()
         self._account = _Account()
+        self._ahead = ReadAhead(is_limited=self.options.ownership == "leased")
         self._home = HomeProcess()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -254,6 +256,8 @@ class TensorStream:
                     if self._make_room(place, patience):
                         self._submit_now(place)
                     continue
+                if self._ahead.consumer_waits():
+                    self._pump()
                 self._changed.wait()
             del self._destinations[place]
             self._taken.add(place)
@@ -381,7 +385,7 @@ class TensorStream:
         account = self._account
         most = _QUEUED_PER_CONNECTION * self._transport.num_connections
         while account.next_read < len(self.plan.reads) and account.num_in_pool < most:
-            if self._closed or self._error is not None:
+            if self._closed or self._error is not None or not self._ahead.may_read_on():
                 return
             index = account.next_read
             if index not in account.submitted:
@@ -451,6 +455,7 @@ class TensorStream:
     def _note_taken(self, entry: Entry) -> None:
         account = self._account
         self._room.handed_out(entry)
+        self._ahead.handed_out(entry.size_bytes)
         account.num_taken += 1
         if account.num_taken == len(self.plan.entries):
             self._ended = self._clock()
@@ -488,4 +493,5 @@ class TensorStream:
             destination = self._destinations.get(place)
             if destination is not None:
                 destination.num_reads -= 1
+        self._ahead.arrived(wanted)
         self.progress.arrived(wanted)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from headrace.checkpoint import Entry
+from headrace.settings import Settings
+from headrace.streaming.leases import Pinning
 from headrace.streaming.pinning import cuda_pinning, pinning_for
+from headrace.streaming.room import leased_room, rank_memory_limit
+from headrace.units import GIB, MIB
 
 
 class FakeRuntime:
@@ -55,3 +60,38 @@ def test_an_empty_region_is_never_shown_to_the_driver() -> None:
 
 def test_without_a_gpu_nothing_is_pinned() -> None:
     assert pinning_for("cpu") is None and pinning_for("meta") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "pinned_bytes"),
+    [
+        ({}, GIB),
+        ({"num_connections": 64}, 2 * 64 * 16 * MIB),
+        ({"memory_limit_bytes": 3 * GIB}, 3 * GIB),
+        ({"memory_limit_bytes": 256 * MIB}, 256 * MIB),
+    ],
+)
+def test_as_much_is_pinned_as_reads_need_unless_somebody_said_how_much(said: dict[str, int], pinned_bytes: int) -> None:
+    settings = Settings.from_environment({}, **said)
+    asked: list[int] = []
+
+    def pin(address: int, num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return True
+
+    limit = rank_memory_limit(settings, available_bytes=64 * GIB)
+    entries = [
+        Entry(name=f"t{place}", dtype="U8", shape=(100 * MIB,), file="f", start=0, stop=100 * MIB)
+        for place in range(90)
+    ]
+    room = leased_room(
+        entries,
+        settings,
+        limit_bytes=limit,
+        available_bytes=64 * GIB,
+        on_budget="promote",
+        pinning=Pinning(pin, lambda address: None, lambda: None),
+    )
+    assert room.try_allocate(entries[0]) is not None
+    assert asked == [pinned_bytes]
+    room.close()

@@ -6,6 +6,7 @@ import gc
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from headrace.errors import (
 )
 from headrace.settings import Settings
 from headrace.storage import StoredObject
+from headrace.streaming import readahead
 from headrace.streaming.memory import SharedMemory
 from headrace.streaming.room import OwnedRoom
 from headrace.streaming.stream import StreamOptions, TensorStream
@@ -409,6 +411,48 @@ def test_a_consumer_that_copies_stays_within_the_limit() -> None:
     report = stream.report
     assert len(copies) == 40 and report.num_promotions == 0
     assert report.peak_staging_bytes <= 6 * 4096 and report.ownership == "leased"
+
+
+def wait_until_idle(pool: SteppedPool) -> None:
+    """Wait until nothing is left to do for a pool that is served: what is carried out last may bring more."""
+    deadline = time.monotonic() + 10
+    while pool.jobs or pool.arrival._value:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize("options", [LEASED, StreamOptions()])
+def test_reads_do_not_run_on_before_a_slow_consumer_whose_memory_is_used_again(
+    options: StreamOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readahead, "FIRST_BYTES", 8 * 4096)
+    stream, pool = make([4096] * 60, connections=1, options=options)
+    thread = serve(pool)
+    first = stream.take("t0").clone()
+    wait_until_idle(pool)
+    num_ahead = len(pool.started) - 1
+    # Those that had been queued when the last was held back still come.
+    assert num_ahead == 59 if options.ownership == "owned" else 8 <= num_ahead <= 8 + 3
+    rest = {name: tensor.clone() for name, tensor in stream}
+    finish(stream, pool, thread)
+    for entry, tensor in zip(stream.plan.entries, [first, *rest.values()], strict=True):
+        assert_right(entry, tensor)
+
+
+def test_a_consumer_that_comes_in_bursts_has_more_read_ahead_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readahead, "FIRST_BYTES", 8 * 4096)
+    stream, pool = make([4096] * 200, connections=1, options=LEASED)
+    thread = serve(pool)
+    ahead = []
+    for place in range(100):
+        assert_right(stream.plan.entries[place], stream.take(f"t{place}"))
+        if place % 20 == 0:  # A pause of the consumer's, in which reads are held back.
+            wait_until_idle(pool)
+            ahead.append(len(pool.started) - place - 1)
+    finish(stream, pool, thread)
+    assert ahead[-1] > ahead[0]
+    assert ahead[-1] <= 64 + 3
 
 
 def test_a_consumer_that_keeps_everything_is_promoted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
