@@ -19,6 +19,7 @@ from headrace.quantization.linear import QuantizedLinear
 from headrace.quantization.slices import slice_weight
 from headrace.quantization.stack import PackedStack
 from headrace.settings import Settings
+from tests.engines.models import rewrite
 from tests.engines.test_quantized_gptoss import save_gpt_oss
 from tests.support.closeness import assert_computed_alike
 from tests.support.packed_models import PACKINGS, save_packed
@@ -65,14 +66,19 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bytes_of(tensor.detach())).hexdigest()
 
 
-def load_packed(rank: int, folder: str, kind: str, shared: bool) -> tuple[dict[str, Slice], list[float], Any, int]:
+def load_packed(
+    rank: int, folder: str, kind: str, shared: bool, plan: dict[str, str] | None = None, weight_only: bool = False
+) -> tuple[dict[str, Slice], list[float], Any, int]:
     """Load this rank's part; return what it keeps of each packed layer, the last logits, the report, and the bytes of its parameters."""
     reports: list[Any] = []
+    parallel = distributed_config(kind)
+    parallel.tp_plan = plan or parallel.tp_plan
     model = headrace.load_model(
         folder,
         dtype=torch.float32,
-        distributed_config=distributed_config(kind),
+        distributed_config=parallel,
         distributed=shared,
+        weight_only=weight_only,
         settings=Settings.from_environment({}, progress=False, gap_bytes=0),
         on_report=reports.append,
     )
@@ -118,9 +124,17 @@ def check_slice(layer: QuantizedLinear | PackedStack, kept: Slice) -> int:
     return (stop - first) * (rows[1] - rows[0]) * (columns[1] - columns[0])
 
 
-def check_load(ranks: RankProcesses, num_ranks: int, folder: Path, kind: str, *, shared: bool = False) -> list[Any]:
+def check_load(
+    ranks: RankProcesses,
+    num_ranks: int,
+    folder: Path,
+    kind: str,
+    *,
+    shared: bool = False,
+    plan: dict[str, str] | None = None,
+) -> list[Any]:
     """Load on all ranks; assert that together they have each packed weight that is divided once, and compute what one process does. Return the reports."""
-    outcomes = ranks.run(load_packed, str(folder), kind, shared)
+    outcomes = ranks.run(load_packed, str(folder), kind, shared, plan)
     assert [outcome.error for outcome in outcomes] == [None] * num_ranks
     model, expected = whole_model(folder)
     kept_by_rank = [outcome.value[0] for outcome in outcomes]
@@ -212,14 +226,75 @@ def test_nothing_of_other_ranks_stays_in_memory(two: RankProcesses, quantized: Q
         assert outcome.value[3] < 0.6 * stored_bytes
 
 
+OWN_PLAN = {
+    **{f"model.layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": "rowwise_split_input",
+}
+
+
+@pytest.mark.parametrize("plan", [None, OWN_PLAN], ids=["the model's plan", "a plan of the caller's"])
+def test_a_packed_head_and_any_plan(three: RankProcesses, tmp_path: Path, plan: dict[str, str] | None) -> None:
+    """Outputs that are gathered, 320 in three uneven parts, and inputs that are split first."""
+    folder = save_packed(UNEVEN["llama"], "FP8, inputs per token", tmp_path, packs_head=True)
+    check_load(three, 3, folder, "tensor", plan=plan)
+    assert isinstance(whole_model(folder)[0].lm_head, QuantizedLinear)
+
+
+def test_weights_only_are_divided_alike(three: RankProcesses, tmp_path: Path) -> None:
+    folder = save_packed(UNEVEN["qwen3_moe"], "FP8, inputs per token", tmp_path)
+    model = headrace.load_model(folder, dtype=torch.float32, weight_only=True, settings=Settings(progress=False))
+    with torch.no_grad():
+        expected = model(TOKENS).logits[0, -1]
+    for outcome in three.run(load_packed, str(folder), "tensor", False, None, True):
+        assert_computed_alike(torch.tensor(outcome.value[1]), expected)
+
+
+def test_stages_of_a_pipeline_have_whole_packed_layers(two: RankProcesses, tmp_path: Path) -> None:
+    folder = save_packed(UNEVEN["qwen3_moe"], "FP8 blocks", tmp_path)
+    _, expected = whole_model(folder)
+    outcomes = two.run(load_packed, str(folder), "pipeline", False)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    for outcome in outcomes:
+        slices, logits, report, _ = outcome.value
+        assert not slices and report.bytes_wanted < 0.6 * report.bytes_checkpoint
+        assert_computed_alike(torch.tensor(logits), expected)
+
+
+def refusals(ranks: RankProcesses, folder: Path, plan: dict[str, str] | None = None) -> set[str]:
+    """Return what the ranks say, each of which must refuse to load."""
+    errors = [outcome.error for outcome in ranks.run(load_packed, str(folder), "tensor", False, plan)]
+    assert all(isinstance(error, UnsupportedQuantization) for error in errors), errors
+    assert all("No weight byte was read." in str(error) and "--dequantize" in str(error) for error in errors)
+    return {str(error) for error in errors}
+
+
+def test_several_parts_of_one_layer_are_refused(three: RankProcesses, tmp_path: Path) -> None:
+    folder = save_packed(UNEVEN["llama"], "FP8 blocks", tmp_path)
+    [words] = refusals(three, folder, {"model.layers.*.mlp.gate_proj": "packed_colwise"})
+    assert "layers.0.mlp.gate_proj cannot be divided among 3 ranks as it is packed: FP8 block 16x16." in words
+    assert "Its rule gives each rank several parts of it." in words
+
+
+def test_a_scale_of_keys_for_each_head_is_refused(
+    two: RankProcesses, quantized: QuantizedCheckpoints, tmp_path: Path
+) -> None:
+    folder = quantized["ct-fp8-static-kvfp8-llama"].copied(tmp_path)
+
+    def of_heads(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]:
+            tensors[name] = tensors[name].reshape(1).expand(4).clone()
+
+    rewrite(folder, of_heads)
+    [words] = refusals(two, folder)
+    assert "layers.0.self_attn cannot be divided among 2 ranks as it is packed: e4m3 keys and values." in words
+    assert "a scale for each head" in words
+
+
 def test_a_rank_without_any_features_is_refused(three: RankProcesses, tmp_path: Path) -> None:
     config = LlamaConfig(**{**UNEVEN["llama"].to_dict(), "intermediate_size": 4})
     folder = save_packed(config, "FP8, inputs per token", tmp_path)
-    for outcome in three.run(load_packed, str(folder), "tensor", False):
-        assert isinstance(outcome.error, UnsupportedQuantization)
-        words = str(outcome.error)
-        assert "mlp.gate_proj cannot be divided among 3 ranks as it is packed: FP8 per channel. Of 4 features" in words
-        assert "No weight byte was read." in words and "--dequantize" in words
+    [words] = refusals(three, folder)
+    assert "mlp.gate_proj cannot be divided among 3 ranks as it is packed: FP8 per channel. Of 4 features" in words
 
 
 def load_by_transformers(rank: int, folder: str) -> None:

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 E4M3 = torch.float8_e4m3fn
-_KEPT = ("embed", "lm_head", "norm", "gate.weight", "router")
+_KEPT = ("embed", "norm", "gate.weight", "router")
 """Parts of the names of what tools leave as it is."""
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +66,23 @@ PACKINGS = {
 }
 
 
-def save_packed(config: Any, packing: str, folder: Path) -> Path:
-    """Write the checkpoint of a random model of ``config``, packed by one of `PACKINGS`, and return the folder."""
+def save_packed(config: Any, packing: str, folder: Path, *, packs_head: bool = False) -> Path:
+    """Write the checkpoint of a random model of ``config``, packed by one of `PACKINGS`, and return the folder. The head is left plain, as tools leave it, unless ``packs_head``."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)
     model.save_pretrained(folder)
-    return pack(folder, packing)
+    return pack(folder, packing, packs_head=packs_head)
 
 
-def pack(folder: Path, packing: str) -> Path:
+def pack(folder: Path, packing: str, *, packs_head: bool = False) -> Path:
     """Pack the linear layers of the plain checkpoint in ``folder`` by one of `PACKINGS`, and return the folder."""
-    chosen = PACKINGS[packing]
+    chosen, kept = PACKINGS[packing], _KEPT if packs_head else (*_KEPT, _HEAD)
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if name.endswith(".weight") and tensor.dim() == 2 and not any(part in name for part in _KEPT):
+        if name.endswith(".weight") and tensor.dim() == 2 and not any(part in name for part in kept):
             module = name.removesuffix("weight")
             packed |= {f"{module}{suffix}": part.contiguous() for suffix, part in chosen.pack(tensor).items()}
         else:
