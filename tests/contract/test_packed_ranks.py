@@ -290,11 +290,19 @@ def test_a_scale_of_keys_for_each_head_is_refused(
     assert "a scale for each head" in words
 
 
-def test_a_rank_without_any_features_is_refused(three: RankProcesses, tmp_path: Path) -> None:
-    config = LlamaConfig(**{**UNEVEN["llama"].to_dict(), "intermediate_size": 4})
-    folder = save_packed(config, "FP8, inputs per token", tmp_path)
-    [words] = refusals(three, folder)
-    assert "mlp.gate_proj cannot be divided among 3 ranks as it is packed: FP8 per channel. Of 4 features" in words
+@pytest.mark.parametrize(
+    ("model", "fields", "layer"),
+    [
+        ("llama", {"intermediate_size": 4}, "model.layers.0.mlp.gate_proj"),
+        ("qwen3_moe", {"moe_intermediate_size": 4}, "model.layers.0.mlp.experts"),
+    ],
+)
+def test_a_rank_without_any_features_is_refused(
+    three: RankProcesses, tmp_path: Path, model: str, fields: dict[str, int], layer: str
+) -> None:
+    config = type(UNEVEN[model])(**{**UNEVEN[model].to_dict(), **fields})
+    [words] = refusals(three, save_packed(config, "FP8, inputs per token", tmp_path))
+    assert words.startswith(f"{layer} cannot be divided among 3 ranks as it is packed: FP8 per channel. There are 4")
 
 
 def load_by_transformers(rank: int, folder: str) -> None:

@@ -42,6 +42,9 @@ class ShownExperts:
         ups, down = (Sharding.taken_from(experts, name) for name in (self._up_name, _DOWN))
         for name, stack in zip(self._names, (*self._ups, self._down), strict=True):
             experts.register_module(name, stack)
+        for sharding in (ups, down):
+            if sharding.too_few is not None:
+                raise self._refusal(sharding, sharding.too_few)
         if ups.is_whole and down.is_whole:
             return
         kept_of_ups, [kept_of_down] = self._kept_of_ups(ups), self._kept(down, num_parts=1)
@@ -59,15 +62,13 @@ class ShownExperts:
         self, kept_of_ups: Sequence[Bounds], chosen: tuple[int, int], inner: tuple[int, int], down: Sharding
     ) -> None:
         """Raise where what is kept of the projections does not go together, or not with the rest of the module."""
-        num_inner, is_cut = self._down.in_features, inner != (0, self._down.in_features)
+        is_cut = inner != (0, self._down.in_features)
         for stack, (experts, rows, columns) in zip(self._ups, kept_of_ups, strict=True):
             wanted = inner if is_cut else (0, stack.out_features)
             if (experts, rows, columns) != (chosen, wanted, (0, stack.in_features)):
                 raise self._refusal(
                     down, "What its rules give a rank of one projection does not fit what they give of another."
                 )
-        if is_cut and 0 in down.sizes_of(num_inner):
-            raise self._refusal(down, f"Of {num_inner} inner features one of the ranks would have none.")
         if is_cut and self._experts.has_bias:
             raise self._refusal(down, "Its experts have biases, which every rank would add.")
 

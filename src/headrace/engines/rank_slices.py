@@ -101,17 +101,15 @@ class _ShownLinear:
     def settle(self) -> None:
         layer, sharding = self._layer, Sharding.taken_from(self._layer, _WEIGHT)
         layer._parameters.update(self._parts)
+        if sharding.too_few is not None:
+            raise self._refusal(sharding, sharding.too_few)
         if sharding.is_whole:
             return
         if len(sharding.kept) != 1 or sharding.kept[0] is None:
             raise self._refusal(sharding, "Its rule gives each rank several parts of it.")
         rows, columns = sharding.kept[0]
-        input_slice = None
-        if columns != (0, layer.in_features):
-            input_slice = sharding.input_slice(layer.in_features)
-        for kept, whole in ((rows, layer.out_features), (columns, layer.in_features)):
-            if kept != (0, whole) and 0 in sharding.sizes_of(whole):
-                raise self._refusal(sharding, f"Of {whole} features one of the ranks would have none.")
+        is_cut = columns != (0, layer.in_features)
+        input_slice = sharding.input_slice(layer.in_features) if is_cut else None
         layer.keep_slice(WeightCut.of(layer.quantization, rows, columns), input_slice)
         setattr(layer, _TAKES_LOCAL_TENSORS, True)
 

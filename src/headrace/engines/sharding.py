@@ -56,9 +56,19 @@ class Sharding:
         DtensorShardOperation(self.parameter).shard_tensor(LazyValue(Output(tuple(whole.shape), whole.dtype), fetch))
         return [bounds_of(index, whole.shape) for index in asked]
 
-    def sizes_of(self, length: int) -> list[int]:
-        """Return how much of ``length`` rows, columns or experts, which ranks divide, each of them has."""
-        return [size for size, _ in self._parts_of(length)]
+    @property
+    def too_few(self) -> str | None:
+        """Return a sentence where so little is divided that a rank has none of it, the same on all ranks; else None."""
+        if not isinstance(self.parameter, DTensor):
+            return None
+        for placement in self.parameter.placements:
+            dimension = getattr(placement, "dim", None)
+            if dimension is not None:
+                # Of weights one below the other in one parameter (gate and up) each is divided by itself.
+                length = -(-self.parameter.shape[dimension] // getattr(placement, "split_factor", 1))
+                if any(size == 0 for size, _ in self._parts_of(length)):
+                    return f"There are {length} features to divide, and one of the ranks would have none."
+        return None
 
     def input_slice(self, num_features: int) -> InputSlice:
         """Return what a layer has to know whose ``num_features`` input features the ranks divide; largest magnitudes are found over their group."""
