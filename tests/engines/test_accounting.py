@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config
 
 import headrace
 from headrace.checkpoint import Entry
@@ -20,6 +21,7 @@ from headrace.engines import conversion, values
 from headrace.engines import weights as streamed_weights
 from headrace.engines.placement import Placement, check_ledger
 from headrace.errors import HeadraceError, PlacementError
+from headrace.quantization.attention import SCALES
 from headrace.quantization.linear import QuantizedLinear
 from headrace.settings import Settings
 from headrace.streaming import TensorStream
@@ -353,6 +355,25 @@ def test_a_scale_that_nothing_takes_is_named(
     assert any(loose in warning for warning in warnings)
     assert "scales that nothing uses (1 tensors, 4 B)" in caplog.text
     assert loose not in taken
+
+
+def test_scales_of_an_attention_that_the_model_has_not_are_named(
+    tmp_path: Path, taken: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    # Its attention has c_attn and c_proj.
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=4, n_positions=64, vocab_size=320, tie_word_embeddings=False)
+    folder = tmp_path / "gpt2"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    scales = {f"transformer.h.{layer}.attn.{name}": torch.tensor(0.03) for layer in range(2) for name in SCALES}
+    rewrite(folder, lambda tensors: tensors.update(scales))
+    scheme = {"num_bits": 8, "type": "float", "dynamic": False}
+    section = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_scheme": scheme}
+    edit_config(folder, quantization_config=section)
+    with caplog.at_level(logging.WARNING, logger="headrace"):
+        load(folder)
+    assert "Keys and values are not rounded to e4m3" in caplog.text
+    assert "transformer.h.0.attn" in caplog.text
+    assert not taken.keys() & scales.keys()
 
 
 def test_a_scale_of_what_another_module_gives_is_refused_by_name(copied: Saved, taken: Counter[str]) -> None:

@@ -6,6 +6,7 @@ plain values on its way. Both say what is fed to the model in the end, as assemb
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from headrace.quantization.attention import SCALES, KvRounding, install_kv
 from headrace.quantization.linear import QuantizedLinear, ScaledLinear
 from headrace.quantization.stack import PackedStack, install_experts
 from headrace.streaming import torch_dtype
+
+logger = logging.getLogger("headrace")
 
 _MOST_IN_A_WORD = 8
 """Four-bit values that a word of 32 bits holds."""
@@ -274,8 +277,16 @@ def _install_kv(
     kv = quantization.kv
     if kv is None:
         return
+    paths = {name: _attention_path(name, renamer) for name in kv.scales}
+    if paths and not weight_only and not any(paths.values()):
+        # (Some are found where a pipeline's other stages have the rest.)
+        logger.warning(
+            "Keys and values are not rounded to %s, although the checkpoint asks for it: of %s, for which it has scales, the model has none whose projections are known.",
+            kv.format,
+            list_names(list(paths)),
+        )
     for name, (key, value) in kv.scales.items():
-        path = _attention_path(name, renamer)
+        path = paths[name]
         stored = [entry for entry in (key, value) if entry is not None]
         if weight_only or path is None:
             installation.left_out |= {entry.name for entry in stored}
