@@ -17,14 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import InvalidSetting
+from headrace.processors import usable_processors
 from headrace.units import MIB, UNLIMITED, parse_bytes, parse_memory_limit, parse_rate
+
+_LEAST_CONNECTIONS, _MOST_CONNECTIONS = 8, 64
+
+
+def connections_for(processors: float) -> int:
+    """Return how many connections a node has where nobody says: two for each processor, at least 8 and at most 64.
+
+    Object stores give a connection about 100 MB/s, and machines with more processors have quicker networks: cloud machines have 0.8 to 3 Gbit/s for each.
+    """
+    return max(_LEAST_CONNECTIONS, min(2 * math.ceil(processors), _MOST_CONNECTIONS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSettings:
     """How bytes are moved."""
 
-    num_connections: int = 8
+    num_connections: int = field(default_factory=lambda: connections_for(usable_processors()))
     """Connections (or file readers) at once, on this node (`HEADRACE_CONNECTIONS`, `RUNAI_STREAMER_CONCURRENCY`). Local ranks divide them."""
     read_bytes: int = 16 * MIB
     """Largest single ranged read, in bytes; reads are cut at the file's multiples of it."""

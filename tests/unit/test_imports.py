@@ -12,14 +12,15 @@ import headrace
 
 ROOT = Path(headrace.__file__).parent
 
-GROUND = {"errors", "process", "units", "settings", "progress"}
+GROUND = {"errors", "process", "processors", "units", "settings", "progress"}
 """Modules at the top that everything may use; among themselves they follow `GROUND_ARROWS`."""
 
 GROUND_ARROWS = {
     "errors": set(),
     "process": {"errors"},
     "units": {"errors"},
-    "settings": {"errors", "units"},
+    "processors": set(),
+    "settings": {"errors", "processors", "units"},
     "progress": {"errors", "units"},
 }
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headrace.errors import InvalidSetting
-from headrace.settings import AzureSettings, Settings, TransportSettings, known_variables
+from headrace.processors import usable_processors
+from headrace.settings import AzureSettings, Settings, TransportSettings, connections_for, known_variables
 from headrace.units import UNLIMITED
 
 
@@ -213,3 +214,9 @@ def test_the_variables_for_azure_are_named_but_not_their_values() -> None:
     named = {"azure.account": "AZURE_STORAGE_ACCOUNT_NAME", "azure.account_key": "AZURE_STORAGE_KEY"}
     assert Settings.from_environment(environment).sources == named
     assert Settings.from_environment(environment, azure=AzureSettings(account="other")).sources == {}
+
+
+def test_machines_with_more_processors_have_more_connections() -> None:
+    assert [connections_for(processors) for processors in (0.5, 4, 4.5, 16, 32, 192)] == [8, 8, 10, 32, 64, 64]
+    assert TransportSettings().num_connections == connections_for(usable_processors())
+    assert Settings.from_environment({"HEADRACE_CONNECTIONS": "3"}).transport.num_connections == 3

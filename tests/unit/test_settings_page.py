@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -50,13 +50,14 @@ def test_every_variable_is_there_in_its_order_and_none_is_invented(rows: dict[st
 
 
 def test_defaults_and_units_are_those_of_the_code(rows: dict[str, list[str]]) -> None:
-    defaults = {item.name: item.default for item in (*fields(Settings), *fields(TransportSettings))}
+    everything = (*fields(Settings), *fields(TransportSettings))
+    defaults = {item.name: item.default for item in everything if item.default is not MISSING}
     num_checked = 0
     for name, (_, _, said, unit, *_) in rows.items():
         default = defaults.get(name)
         if unit in SIZES and default is not None:
             assert parse_bytes(said) == default, name
-        elif unit in NUMBERS:
+        elif unit in NUMBERS and default is not None:
             assert float(said) == default, name
         elif unit.startswith("switch"):
             assert said == str(int(default)), name  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from headrace.transport import usable_processors
+from headrace.processors import usable_processors
 
 CGROUP = Path("/sys/fs/cgroup")
 _PROBE_SIZE = 2048

@@ -21,6 +21,7 @@ import torch
 from headrace.checkpoint import Checkpoint, Entry
 from headrace.errors import Cancelled, InvalidSetting, StreamClosed, StreamError
 from headrace.process import HomeProcess
+from headrace.processors import usable_processors
 from headrace.progress import LoadProgress
 from headrace.settings import Settings, TransportSettings
 from headrace.storage import ObjectStore
@@ -53,7 +54,6 @@ from headrace.transport import (
     choose_readers,
     is_local,
     open_pool,
-    usable_processors,
 )
 
 logger = logging.getLogger("headrace")

@@ -6,7 +6,6 @@ from headrace.transport.flight import PoolCounters, ReadJob
 from headrace.transport.http import HttpReader
 from headrace.transport.opening import fetch, is_local, open_pool, open_reader
 from headrace.transport.pool import ReaderPool
-from headrace.transport.processors import usable_processors
 from headrace.transport.processpool import ProcessPool
 from headrace.transport.reader import RangeRead, RangeReader, ReadCounters
 from headrace.transport.sharing import SharedPlace, SharedPlaces
@@ -33,5 +32,4 @@ __all__ = [
     "is_local",
     "open_pool",
     "open_reader",
-    "usable_processors",
 ]

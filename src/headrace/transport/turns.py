@@ -10,7 +10,7 @@ import math
 import threading
 from collections import deque
 
-from headrace.transport.processors import usable_processors
+from headrace.processors import usable_processors
 
 MOST_TURNS = 4
 """Beyond, threads meet at the interpreter's lock more often than not, whatever processors there are, and are put to sleep there and woken: with 8 or more, one interpreter handed on less than

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from headrace.processors import usable_processors
 from headrace.serving.hardware import available_bytes, choose_cpu_dtype, num_compute_threads, product_seconds
-from headrace.transport import usable_processors
 
 GIB = 1 << 30
 

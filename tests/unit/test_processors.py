@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.transport import usable_processors
+from headrace.processors import usable_processors
 
 
 @pytest.fixture(autouse=True)
