@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import headrace
 from headrace.engines.quantizer import register_quantizers
@@ -260,9 +263,26 @@ def test_stages_of_a_pipeline_have_whole_packed_layers(two: RankProcesses, tmp_p
         assert_computed_alike(torch.tensor(logits), expected)
 
 
+@pytest.mark.parametrize("name", ["ct-fp8-dynamic-llama", "ct-w4a16-asym-g128-llama"])
+def test_stages_of_a_pipeline_pass_on_what_the_model_computes_in(
+    two: RankProcesses, quantized: QuantizedCheckpoints, name: str
+) -> None:
+    """A later stage has a packed layer first, whose parts are bf16 scales and whole numbers here, and not the model's float32."""
+    folder = quantized[name].folder
+    _, expected = whole_model(folder)
+    outcomes = two.run(load_packed, str(folder), "pipeline", False)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    for outcome in outcomes:
+        assert_computed_alike(torch.tensor(outcome.value[1]), expected)
+
+
 def refusals(ranks: RankProcesses, folder: Path, plan: dict[str, str] | None = None) -> set[str]:
     """Return what the ranks say, each of which must refuse to load."""
-    errors = [outcome.error for outcome in ranks.run(load_packed, str(folder), "tensor", False, plan)]
+    return words_of([outcome.error for outcome in ranks.run(load_packed, str(folder), "tensor", False, plan)])
+
+
+def words_of(errors: list[BaseException | None]) -> set[str]:
+    """Return what ``errors`` say, which must be refusals that say how to load all the same."""
     assert all(isinstance(error, UnsupportedQuantization) for error in errors), errors
     assert all("No weight byte was read." in str(error) and "--dequantize" in str(error) for error in errors)
     return {str(error) for error in errors}
@@ -303,6 +323,69 @@ def test_a_rank_without_any_features_is_refused(
     config = type(UNEVEN[model])(**{**UNEVEN[model].to_dict(), **fields})
     [words] = refusals(three, save_packed(config, "FP8, inputs per token", tmp_path))
     assert words.startswith(f"{layer} cannot be divided among 3 ranks as it is packed: FP8 per channel. There are 4")
+
+
+def load_with_flags(rank: int, folder: str, flags: dict[str, bool]) -> None:
+    """Load experts of Qwen3 as if their class were built otherwise, as those of other models are."""
+    build = Qwen3MoeExperts.__init__
+
+    def build_otherwise(experts: Any, *arguments: Any) -> None:
+        build(experts, *arguments)
+        vars(experts).update(flags)
+
+    with mock.patch.object(Qwen3MoeExperts, "__init__", build_otherwise):
+        load_packed(rank, folder, "tensor", False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"is_concatenated": False}, "In the model gate and up alternate, row by row, and in the checkpoint they are apart."),
+        ({"has_bias": True}, "Its experts have biases, which every rank would add."),
+    ],
+    ids=["rows that alternate", "biases"],
+)  # fmt: skip
+def test_experts_whose_inner_features_cannot_be_divided_are_refused(
+    three: RankProcesses, tmp_path: Path, flags: dict[str, bool], why: str
+) -> None:
+    folder = save_packed(UNEVEN["qwen3_moe"], "FP8, inputs per token", tmp_path)
+    [words] = words_of([outcome.error for outcome in three.run(load_with_flags, str(folder), flags)])
+    assert words.startswith("model.layers.0.mlp.experts cannot be divided among 3 ranks as it is packed: FP8")
+    assert why in words
+
+
+def save_stacked(folder: Path) -> Path:
+    """Write a small Qwen3 with the experts' gate and up in one stack of MXFP4 blocks, as gpt-oss has them, and return the folder."""
+    experts, hidden, inner = 4, 64, 96
+    config = Qwen3MoeConfig(
+        hidden_size=hidden, moe_intermediate_size=inner, num_hidden_layers=1, vocab_size=128, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_experts=experts, num_experts_per_tok=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+    def of_blocks(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+        for projection, rows, columns in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
+            name = f"model.layers.0.mlp.experts.{projection}"
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_blocks"] = blocks
+            tensors[f"{name}_scales"] = torch.randint(118, 125, blocks.shape[:3], dtype=torch.uint8)
+
+    rewrite(folder, of_blocks)
+    content = json.loads((folder / "config.json").read_text())
+    section = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps({**content, "quantization_config": section}))
+    return folder
+
+
+def test_experts_whose_gate_and_up_are_stored_as_one_are_refused(two: RankProcesses, tmp_path: Path) -> None:
+    """Each process alone holds them, and with expert parallelism each rank has whole ones."""
+    folder = save_stacked(tmp_path)
+    check_load(two, 2, folder, "expert")
+    [words] = refusals(two, folder)
+    assert words.startswith("model.layers.0.mlp.experts cannot be divided among 2 ranks as it is packed: MXFP4")
+    assert "Each rank would have rows of gate and of up, which the checkpoint stores as one." in words
 
 
 def load_by_transformers(rank: int, folder: str) -> None:

@@ -16,7 +16,7 @@ from transformers import (
     core_model_loading,
     modeling_utils,
 )
-from transformers.distributed import sharding_utils, tensor_parallel
+from transformers.distributed import pipeline_parallel, sharding_utils, tensor_parallel
 from transformers.models.auto import modeling_auto
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
@@ -170,6 +170,13 @@ def test_a_layer_that_computes_with_its_part_alone_says_so_to_the_parallel_style
     for name in ("colwise", "rowwise"):
         style = tensor_parallel.ALL_PARALLEL_STYLES[name]
         assert style.should_use_local_tensors(packed) and not style.should_use_local_tensors(plain)
+
+
+def test_stages_of_a_pipeline_send_in_the_type_of_their_first_parameter() -> None:
+    source = inspect.getsource(pipeline_parallel.pipeline_parallel_naive_forward)
+    assert "stage = model._pp_stage" in source
+    assert "dtype = next(model.parameters()).dtype" in source
+    assert 'stage.communicate("send_forward", device=device, dtype=dtype' in source
 
 
 def test_attention_functions_are_looked_up_by_the_modules_own_configuration() -> None:

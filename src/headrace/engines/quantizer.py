@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -70,6 +71,8 @@ class HeadraceQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: HeadraceQuantizationConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.installation = Installation()
+        self._dtype: torch.dtype | None = None
+        """What the model computes in; None while it has no packed layers."""
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return what to compute in: a packed type, which a configuration without ``dtype`` would leave, is none."""
@@ -98,8 +101,9 @@ class HeadraceQuantizer(HfQuantizer):  # type: ignore[misc]
             self._check_reader(model)
             config = self.quantization_config
             renamer = Renamer(model, get_model_conversion_mapping(model, config.key_mapping))
+            self._dtype = model.dtype
             self.installation = install_packed(
-                model, detected, renamer, weight_only=config.weight_only, dtype=model.dtype
+                model, detected, renamer, weight_only=config.weight_only, dtype=self._dtype
             )
         return model
 
@@ -108,6 +112,8 @@ class HeadraceQuantizer(HfQuantizer):  # type: ignore[misc]
         for module in model.modules():
             for name in getattr(module, "fixed_names", ()):
                 module.get_parameter(name).requires_grad_(False)
+        if self._dtype is not None and getattr(model, "_pp_stage", None) is not None:
+            _put_first(model.base_model, self._dtype)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
@@ -141,6 +147,18 @@ def register_quantizers() -> None:
     for method in (OUR_METHOD, MODELOPT):
         AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(method, HeadraceQuantizationConfig)
         AUTO_QUANTIZER_MAPPING.setdefault(method, HeadraceQuantizer)
+
+
+def _put_first(model: Any, dtype: torch.dtype) -> None:
+    """Give ``model`` an empty parameter of ``dtype``, which comes before those of its layers.
+
+    Stages of a pipeline send and receive in the type of their first parameter. In a later stage that is a part of a packed layer, and where its type is not the model's the receiver's
+    buffer has another size than what is sent: gloo then ends the process.
+    """
+    device = next(model.parameters()).device
+    model.register_parameter(
+        "stage_dtype", nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
+    )
 
 
 def _detect_files(files: Sequence[str]) -> CheckpointQuantization | None:
