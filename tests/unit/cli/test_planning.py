@@ -20,7 +20,7 @@ from headrace.errors import InvalidSetting
 from headrace.settings import Settings
 from headrace.streaming.forecast import Forecast, RankForecast
 
-SETTINGS = Settings(progress=False)
+SETTINGS = Settings.from_environment({}, num_connections=8, progress=False)
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -87,7 +87,8 @@ def test_a_plain_inspection_has_no_plan(checkpoint_folder: Path, capsys: pytest.
 
 
 def test_table_from_the_command_line(checkpoint_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    app(["inspect", str(checkpoint_folder), "--plan", "--ranks", "2", "--exclude", "norm.*"], standalone_mode=False)
+    options = ["--plan", "--ranks", "2", "--connections", "8", "--exclude", "norm.*"]
+    app(["inspect", str(checkpoint_folder), *options], standalone_mode=False)
     shown = capsys.readouterr().out
     assert "80 B in 2 tensors are asked for" in shown
     assert "32 B are never asked for" in shown

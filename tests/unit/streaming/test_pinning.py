@@ -65,7 +65,7 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("said", "pinned_bytes"),
     [
-        ({}, GIB),
+        ({"num_connections": 8}, GIB),
         ({"num_connections": 64}, 2 * 64 * 16 * MIB),
         ({"memory_limit_bytes": 3 * GIB}, 3 * GIB),
         ({"memory_limit_bytes": 256 * MIB}, 256 * MIB),
