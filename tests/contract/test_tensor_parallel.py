@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 import headrace
-from headrace.errors import InvalidSetting, StreamError
+from headrace.errors import HeadraceError, InvalidSetting, ModelError, StreamError
 from headrace.settings import Settings
 from tests.support.fault_server import FaultServer
 from tests.support.quantized import QuantizedCheckpoints
@@ -172,6 +172,29 @@ def test_packed_weights_are_expanded_from_their_slices(ranks: RankProcesses, tmp
 def test_what_is_not_loaded_by_parts_is_said(ranks: RankProcesses, folders: dict[str, Path]) -> None:
     for outcome in ranks.run(load_slices, str(folders["llama"]), False, "data"):
         assert isinstance(outcome.error, InvalidSetting) and "fsdp_size" in str(outcome.error)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=128), ModelError, "GPT2Model has none."),
+        (
+            LlamaConfig(
+                hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128, num_attention_heads=2
+            ),
+            InvalidSetting,
+            "and there are 1.",
+        ),
+    ],
+    ids=["layers of another name", "fewer layers than stages"],
+)
+def test_stages_that_cannot_be_are_refused(
+    ranks: RankProcesses, tmp_path: Path, config: Any, error: type[HeadraceError], words: str
+) -> None:
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    for outcome in ranks.run(load_slices, str(tmp_path), False, "pipeline"):
+        assert isinstance(outcome.error, error)
+        assert words in str(outcome.error) and "No weight byte was read." in str(outcome.error)
 
 
 def _whole_bytes(folder: Path, kind: str) -> int:

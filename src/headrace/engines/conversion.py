@@ -21,6 +21,7 @@ import torch
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.utils import logging as transformers_logging
 
+from headrace.engines.parallel import check_stages
 from headrace.engines.parts_account import MTP, NEEDLESS, OTHER_STAGES
 from headrace.engines.placement import Placement
 from headrace.engines.rank_slices import shown_plain
@@ -72,6 +73,8 @@ class PlacingClass:
 
     def maybe_distribute_model(self, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
         """Divide the meta model among ranks as the class does, packed layers among the others."""
+        if distributed_config.pp_size > 1:
+            check_stages(model, distributed_config.pp_size)
         with shown_plain(model):
             return self._model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
 

@@ -50,6 +50,23 @@ def check_parallel(model_class: Any, config: Any, num_ranks: int, *, source: str
     )
 
 
+def check_stages(model: Any, num_stages: int) -> None:
+    """Raise `ModelError` where Transformers cannot make the stages of a pipeline of ``model``, and `InvalidSetting` where a stage would have no layer. ``model`` is on the meta device."""
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None:
+        raise ModelError(
+            f"{type(model).__name__} cannot be divided into {num_stages} stages of a pipeline.",
+            f"Transformers {transformers.__version__} cuts models whose decoder layers are `layers` of the base model, and {type(model.base_model).__name__} has none. No weight byte was read.",
+            "Divide each layer instead (tp_size), or use one process for this model.",
+        )
+    if len(layers) < num_stages:
+        raise InvalidSetting(
+            f"{type(model).__name__} cannot be divided into {num_stages} stages of a pipeline.",
+            f"Each stage computes at least one decoder layer, and there are {len(layers)}. No weight byte was read.",
+            f"Take pp_size {len(layers)} at most.",
+        )
+
+
 def refuse_packed(path: str, packing: str, num_ranks: int, why: str) -> UnsupportedQuantization:
     """Return the error for the layer at ``path``, packed by the scheme ``packing``, which would have to be divided in a way that is not done."""
     return UnsupportedQuantization(
