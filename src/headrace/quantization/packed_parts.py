@@ -47,9 +47,11 @@ class PartCheck:
     def expect(self, part: StoredPart, is_right: bool, must: str) -> None:
         """Refuse ``part`` unless ``is_right``; ``must`` says what it must be: ``I32 [N, K / 8]``."""
         if not is_right:
+            is_odd_float = "floating" in must and part.dtype.is_floating_point and part.dtype not in FLOATS
+            kinds = f" Floating is {' or '.join(map(_kind, FLOATS))}." if is_odd_float else ""
             raise UnsupportedQuantization(
                 f"{self._name(part)} is {_kind(part.dtype)} {list(part.shape)}.",
-                f"In {self.scheme.describe()} it must be {must}.",
+                f"In {self.scheme.describe()} it must be {must}.{kinds}",
                 _MEND,
             )
 

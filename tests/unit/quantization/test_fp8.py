@@ -87,6 +87,11 @@ REFUSED = [
         "m.weight is float8_e4m3fn [320, 0].",
     ),
     (
+        Fp8Tensor(),
+        {Role.CODES: CODES, Role.SCALE: scale(dtype=torch.float64)},
+        "it must be one floating number, [] or [1]. Floating is bfloat16 or float16 or float32.",
+    ),
+    (
         Fp8Channel(),
         {Role.CODES: CODES, Role.SCALE: scale(160)},
         "In FP8 per channel it must be floating [320] or [320, 1]",
