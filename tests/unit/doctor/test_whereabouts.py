@@ -10,7 +10,7 @@ from headrace.doctor.finding import State
 from headrace.doctor.whereabouts import find_whereabouts, judge_settings
 from headrace.doctor.world import World
 from headrace.errors import InvalidSetting, MissingDependency
-from headrace.settings import Settings
+from headrace.settings import Settings, TransportSettings
 from headrace.storage import parse_uri
 
 
@@ -30,7 +30,7 @@ def test_amazon(monkeypatch: pytest.MonkeyPatch) -> None:
     details = dict(finding.details)
     assert details["endpoint"] == "https://models.s3.eu-west-1.amazonaws.com (Amazon)"
     assert details["region"] == "eu-west-1 (AWS_DEFAULT_REGION)"
-    assert details["connections"] == "8 (default)"
+    assert details["connections"] == f"{TransportSettings().num_connections} (default)"
     assert finding.state is State.OK
 
 
