@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +196,15 @@ def test_stages_that_cannot_be_are_refused(
     for outcome in ranks.run(load_slices, str(tmp_path), False, "pipeline"):
         assert isinstance(outcome.error, error)
         assert words in str(outcome.error) and "No weight byte was read." in str(outcome.error)
+
+
+def test_experts_that_ranks_cannot_share_equally_are_refused(ranks: RankProcesses, tmp_path: Path) -> None:
+    config = copy.deepcopy(CONFIGS["qwen3_moe"])
+    config.num_experts = 7
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    for outcome in ranks.run(load_slices, str(tmp_path), False, "expert"):
+        assert isinstance(outcome.error, InvalidSetting)
+        assert "shard 7 experts" in str(outcome.error) and "No weight byte was read." in str(outcome.error)
 
 
 def _whole_bytes(folder: Path, kind: str) -> int:

@@ -76,7 +76,14 @@ class PlacingClass:
         if distributed_config.pp_size > 1:
             check_stages(model, distributed_config.pp_size)
         with shown_plain(model):
-            return self._model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
+            try:
+                return self._model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
+            except ValueError as error:
+                raise InvalidSetting(
+                    f"{type(model).__name__} cannot be divided among ranks as distributed_config says.",
+                    f"Transformers says: {error} No weight byte was read.",
+                    "Take other sizes (tp_size, ep_size, pp_size), or plans.",
+                ) from error
 
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Run the class's ``from_pretrained`` with this object in the class's place.

@@ -28,6 +28,18 @@ def num_tensor_ranks(options: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) and not isinstance(plan, Mapping) else 1
 
 
+def check_kinds(options: Mapping[str, Any], *, source: str) -> None:
+    """Raise `InvalidSetting` where ``from_pretrained``'s ``options`` ask for a pipeline whose stages are divided among ranks themselves."""
+    config = options.get("distributed_config")
+    sizes = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
+    if all((sizes.get(name) or 1) > 1 for name in ("tp_size", "pp_size")):
+        raise InvalidSetting(
+            f"{source} cannot be divided by layers and within layers at once (pp_size and tp_size).",
+            f"Transformers {transformers.__version__} looks for the layers of all stages on each of them. No weight byte was read.",
+            "Take one of the two.",
+        )
+
+
 def check_parallel(model_class: Any, config: Any, num_ranks: int, *, source: str) -> None:
     """Raise `ModelError` where Transformers has no plan for the model, and `InvalidSetting` where its attention heads cannot be shared equally among ``num_ranks``."""
     plan = _plan_of(model_class, config)

@@ -33,7 +33,7 @@ try:
     from headrace.engines.construction import Construction, ModelWishes, prepare_construction
     from headrace.engines.dummy import RandomWeights
     from headrace.engines.modelopt import Workflow, prepare_workflow, refuse_calibration
-    from headrace.engines.parallel import check_parallel, num_tensor_ranks
+    from headrace.engines.parallel import check_kinds, check_parallel, num_tensor_ranks
     from headrace.engines.parts import PartWishes
     from headrace.engines.parts_selection import Stored
     from headrace.engines.quantized import PackingWishes, detect_quantization, read_quantization
@@ -238,6 +238,7 @@ class _ModelLoad:
     def _check_parallel(self, decision: LoaderDecision, construction: Construction) -> None:
         """Raise an error of ours for a model that the ranks of a tensor-parallel load cannot share."""
         num_ranks, source = num_tensor_ranks(self.wishes.options), construction.source
+        check_kinds(self.wishes.options, source=source)
         if num_ranks == 1:
             return
         if decision.load_format is LoadFormat.MODELOPT:

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.distributed import DistributedConfig
 
-from headrace.engines.parallel import check_parallel, num_tensor_ranks
+from headrace.engines.parallel import check_kinds, check_parallel, num_tensor_ranks
 from headrace.errors import InvalidSetting, ModelError
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320}
@@ -16,6 +16,19 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vo
 
 def check(class_name: str, config: Any, num_ranks: int) -> None:
     check_parallel(getattr(transformers, class_name), config, num_ranks, source="s3://bucket/model")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_refused"), [({"tp_size": 2, "pp_size": 2}, True), ({"tp_size": 2}, False), ({"pp_size": 2}, False)]
+)
+@pytest.mark.parametrize("kind", [dict, DistributedConfig])
+def test_stages_are_not_divided_within_their_layers(kind: Any, sizes: dict[str, int], is_refused: bool) -> None:
+    said = ""
+    try:
+        check_kinds({"distributed_config": kind(**sizes)}, source="s3://bucket/model")
+    except InvalidSetting as error:
+        said = str(error)
+    assert ("layers of all stages on each of them" in said) == is_refused
 
 
 @pytest.mark.parametrize(
