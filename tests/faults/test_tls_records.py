@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,9 +70,10 @@ def test_what_came_before_a_body_was_cut_is_kept(store: StubStore, fault) -> Non
     assert second.start == 200_000 if fault is cut else 0 <= second.start <= 200_000
 
 
-def test_what_came_before_a_stall_is_counted_while_it_lasts_and_the_read_can_be_stopped(store: StubStore) -> None:
+@contextmanager
+def read_that_stalls(reader: HttpReader, store: StubStore) -> Iterator[None]:
+    """Read in another thread until the store stalls, and let the read stand there for as long as the context lasts; it can be stopped then."""
     store.server.script(KEY, stall(200_000))
-    reader = HttpReader(store, QUICK)
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -86,10 +88,16 @@ def test_what_came_before_a_stall_is_counted_while_it_lasts_and_the_read_can_be_
     while reader.counters.bytes_received < 200_000:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    yield
     reader.cancel()
     thread.join(30)
     assert [type(error) for error in errors] == [Cancelled]
     reader.close()
+
+
+def test_what_came_before_a_stall_is_counted_while_it_lasts_and_the_read_can_be_stopped(store: StubStore) -> None:
+    with read_that_stalls(HttpReader(store, QUICK), store):
+        pass
 
 
 def test_a_body_that_drips_arrives_and_one_that_stalls_is_asked_for_again(store: StubStore) -> None:
@@ -145,26 +153,8 @@ def test_no_more_threads_decrypt_at_a_time_than_there_are_turns(store: StubStore
 
 
 def test_who_waits_for_the_network_holds_no_turn(store: StubStore) -> None:
-    store.server.script(KEY, stall(200_000))
     world = Surroundings(turns=Turns(1))
-    stalled, other = HttpReader(store, QUICK, world), HttpReader(store, QUICK, world)
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            read(stalled, store)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    deadline = time.monotonic() + 30
-    while stalled.counters.bytes_received < 200_000:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert read(other, store) == PAYLOAD
-    stalled.cancel()
-    thread.join(30)
-    assert [type(error) for error in errors] == [Cancelled]
-    for reader in (stalled, other):
-        reader.close()
+    other = HttpReader(store, QUICK, world)
+    with read_that_stalls(HttpReader(store, QUICK, world), store):
+        assert read(other, store) == PAYLOAD
+    other.close()
