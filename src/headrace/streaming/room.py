@@ -241,7 +241,7 @@ def leased_room(
     """
     wanted = 2 * sum(entry.size_bytes + ALIGNMENT for entry in entries)
     limit = wanted if limit_bytes == UNLIMITED else limit_bytes
-    if pinning is not None and settings.memory_limit_bytes is None:
+    if pinning is not None and settings.memory_limit_bytes is None and on_budget == "promote":
         limit = min(limit, _pinned_bytes(settings.rank_transport))
     terms = LeaseTerms(
         limit_bytes=limit,

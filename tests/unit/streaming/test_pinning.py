@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace.checkpoint import Entry
@@ -62,6 +64,31 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
     assert pinning_for("cpu") is None and pinning_for("meta") is None
 
 
+def pinned_by(settings: Settings, sizes: list[int], **options: Any) -> list[int]:
+    """Return the sizes of what is pinned for leases of tensors of these sizes when the first is lent."""
+    asked: list[int] = []
+
+    def pin(address: int, num_bytes: int) -> bool:
+        asked.append(num_bytes)
+        return True
+
+    entries = [
+        Entry(name=f"t{place}", dtype="U8", shape=(size,), file="f", start=0, stop=size)
+        for place, size in enumerate(sizes)
+    ]
+    room = leased_room(
+        entries,
+        settings,
+        limit_bytes=rank_memory_limit(settings, available_bytes=64 * GIB),
+        available_bytes=64 * GIB,
+        pinning=Pinning(pin, lambda address: None, lambda: None),
+        **options,
+    )
+    assert room.try_allocate(entries[0]) is not None
+    room.close()
+    return asked
+
+
 @pytest.mark.parametrize(
     ("said", "pinned_bytes"),
     [
@@ -73,25 +100,9 @@ def test_without_a_gpu_nothing_is_pinned() -> None:
 )
 def test_as_much_is_pinned_as_reads_need_unless_somebody_said_how_much(said: dict[str, int], pinned_bytes: int) -> None:
     settings = Settings.from_environment({}, **said)
-    asked: list[int] = []
+    assert pinned_by(settings, [100 * MIB] * 90, on_budget="promote") == [pinned_bytes]
 
-    def pin(address: int, num_bytes: int) -> bool:
-        asked.append(num_bytes)
-        return True
 
-    limit = rank_memory_limit(settings, available_bytes=64 * GIB)
-    entries = [
-        Entry(name=f"t{place}", dtype="U8", shape=(100 * MIB,), file="f", start=0, stop=100 * MIB)
-        for place in range(90)
-    ]
-    room = leased_room(
-        entries,
-        settings,
-        limit_bytes=limit,
-        available_bytes=64 * GIB,
-        on_budget="promote",
-        pinning=Pinning(pin, lambda address: None, lambda: None),
-    )
-    assert room.try_allocate(entries[0]) is not None
-    assert asked == [pinned_bytes]
-    room.close()
+def test_where_all_must_fit_the_budget_it_is_pinned_whole() -> None:
+    settings = Settings.from_environment({}, num_connections=8)
+    assert pinned_by(settings, [GIB] * 9, on_budget="error") == [8 * GIB]
