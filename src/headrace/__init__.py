@@ -1,7 +1,8 @@
 """Headrace streams LLM weights from where they are stored straight into an inference engine, in bounded memory, without a local copy."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from headrace.lazynames import lazy_names
 
 if TYPE_CHECKING:
     from headrace.checkpoint import Checkpoint, Entry
@@ -52,12 +53,4 @@ _HOMES = {
     "stream": "streaming.loading",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"headrace.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, __all__)

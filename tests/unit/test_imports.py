@@ -12,13 +12,14 @@ import headrace
 
 ROOT = Path(headrace.__file__).parent
 
-GROUND = {"errors", "process", "processors", "units", "settings", "progress"}
+GROUND = {"errors", "lazynames", "process", "processors", "units", "settings", "progress"}
 """Modules at the top that everything may use; among themselves they follow `GROUND_ARROWS`."""
 
 GROUND_ARROWS = {
     "errors": set(),
     "process": {"errors"},
     "units": {"errors"},
+    "lazynames": set(),
     "processors": set(),
     "settings": {"errors", "processors", "units"},
     "progress": {"errors", "units"},

@@ -1,8 +1,8 @@
 """What packed tensors mean. Knows no engine and does no input or output."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headrace.lazynames import lazy_names
 from headrace.quantization.section import QuantizationSection, find_modelopt, find_quantization
 
 if TYPE_CHECKING:
@@ -42,12 +42,4 @@ _HOMES = {
     "detect": "detection",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'headrace.quantization' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"headrace.quantization.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, __all__)

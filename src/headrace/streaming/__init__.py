@@ -1,8 +1,8 @@
 """Entries wanted become tensors in memory: selection, plan, memory, stream, progress, report. Knows no engine."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from headrace.lazynames import lazy_names
 from headrace.progress import LoadProgress
 from headrace.streaming.formats import ExtraConfig, LoadFormat, parse_extra_config
 from headrace.streaming.plan import Piece, Plan, PlannedRead, plan_reads
@@ -85,12 +85,4 @@ _HOMES = {
     "torch_shape": "tensors",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'headrace.streaming' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"headrace.streaming.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, __all__)
